@@ -1,0 +1,1 @@
+"""Traces -> verdict, with numpy alone, so that judging works on any machine."""

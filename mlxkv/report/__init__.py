@@ -1,0 +1,1 @@
+"""Verdict -> text and pictures, by pure functions."""

@@ -1,0 +1,173 @@
+"""Speed and size: the port beside mlx-lm, and what a comparison takes.
+
+The two engines live in processes of their own (mlx-lm brings transformers with it) and take turns, so that a machine
+whose speed drifts slows both alike. What counts is the ratio of a pair of turns, not a single figure.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlxkv.engines.job import AlreadySaid
+from mlxkv.progress import bar
+from oracle.plan import Refusal
+
+ENGINES = ("mlxkv", "mlx-lm")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of both engines in turns taken side by side: the medians, and the ratios of each pair."""
+
+    what: str
+    port: float
+    other: float
+    ratios: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Port over mlx-lm; above 1 the port is faster."""
+        return median(self.ratios)
+
+
+def speeds(folder: Path, *, dtype: str, device: str, lengths: tuple[int, ...], decode: int, rounds: int) -> tuple[list[Speed], dict[str, Any]]:
+    """Prefill of each length and decoding after it, in turns; and the environment of the port's process."""
+    results: dict[str, dict[str, list[float]]] = {}
+    with _worker("mlxkv", folder, dtype, device) as port, _worker("mlx-lm", folder, dtype, device) as other:
+        workers = dict(zip(ENGINES, (port, other), strict=True))
+        environment = _ask(port, "environment")
+        for worker in workers.values():
+            _ask(worker, [min(lengths), 2])  # the first calls of a process are slower
+        with bar("bench", len(lengths) * rounds * 2) as advance:
+            for length in lengths:
+                for _ in range(rounds):
+                    for name, worker in workers.items():
+                        seconds = _ask(worker, [length, decode])
+                        turn = {f"prefill {length}": length / seconds[0], f"decode after {length}": decode / seconds[1]}
+                        for what, speed in turn.items():
+                            results.setdefault(what, {e: [] for e in ENGINES})[name].append(speed)
+                        advance(1)
+    return [_speed(what, turns["mlxkv"], turns["mlx-lm"]) for what, turns in results.items()], environment
+
+
+def _speed(what: str, port: list[float], other: list[float]) -> Speed:
+    return Speed(what, median(port), median(other), tuple(p / o for p, o in zip(port, other, strict=True)))
+
+
+@contextmanager
+def _worker(engine: str, folder: Path, dtype: str, device: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlxkv.bench", engine, str(folder), dtype, device],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        worker.stdin.write(json.dumps(question) + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    if not answer:
+        if worker.wait() == 2:
+            raise AlreadySaid
+        raise Refusal(f"bench: the process of {' '.join(worker.args[3:4])} ended with {worker.returncode}; see above")  # type: ignore[index]
+    return json.loads(answer)
+
+
+def serve(engine: str, folder: str, dtype: str, device: str) -> None:
+    """A worker: answers each [prefill, decode] with the two times in seconds, on the same made-up tokens."""
+    from mlxkv import runtime
+
+    environment = runtime.prepare(device)
+    turn = _port(folder, dtype) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = environment if question == "environment" else turn(*question)
+        print(json.dumps(answer), flush=True)
+
+
+def _port(folder: str, dtype: str) -> Any:
+    import mlx.core as mx
+
+    from mlxkv.port.cache import Cache
+    from mlxkv.port.weights import load
+
+    model = load(folder, dtype)
+    V = model.config.vocab_size
+
+    def turn(prefill: int, decode: int) -> list[float]:
+        cache = Cache(model.config, dtype=dtype)
+        begun = time.perf_counter()
+        token = int(mx.argmax(model([_tokens(prefill, V)], cache=cache)[0]).item())
+        prefilled = time.perf_counter()
+        for _ in range(decode):
+            token = int(mx.argmax(model([[token]], cache=cache)[0]).item())
+        return [prefilled - begun, time.perf_counter() - prefilled]
+
+    return turn
+
+
+def _mlx_lm(folder: str, dtype: str) -> Any:
+    import mlx.core as mx
+
+    try:
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.utils import load_model
+    except ImportError as error:
+        raise Refusal(f"mlx-lm is not installed ({error}): pip install 'mlxkv[port]'") from error
+    from mlxkv.port.ops import dtype_of
+
+    model, _ = load_model(Path(folder))
+    model.set_dtype(dtype_of(dtype))
+    mx.eval(model.parameters())
+    V = model.args.vocab_size
+
+    def turn(prefill: int, decode: int) -> list[float]:
+        cache = make_prompt_cache(model)
+        ids = mx.array([_tokens(prefill, V)])
+        begun = time.perf_counter()
+        # As mlx_lm's own generate_step does: the prompt but its last token fills the cache and needs no logits.
+        if prefill > 1:
+            model(ids[:, :-1], cache=cache)
+            mx.eval([c.state for c in cache])
+        token = int(mx.argmax(model(ids[:, -1:], cache=cache)[0, -1]).item())
+        prefilled = time.perf_counter()
+        for _ in range(decode):
+            token = int(mx.argmax(model(mx.array([[token]]), cache=cache)[0, -1]).item())
+        return [prefilled - begun, time.perf_counter() - prefilled]
+
+    return turn
+
+
+def _tokens(n: int, vocab: int) -> list[int]:
+    return [(3 + 7919 * i) % vocab for i in range(n)]
+
+
+if __name__ == "__main__":
+    try:
+        serve(*sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

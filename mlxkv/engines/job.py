@@ -1,0 +1,106 @@
+"""A job: what an engine's own process is asked to do, and how that process is started and heard."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from oracle.plan import Plan, Refusal, from_json
+from oracle.trace import write_text
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Plans to follow on the model in `folder`; one trace per plan is written into `out`."""
+
+    folder: str
+    plans: tuple[Plan, ...]
+    out: Path
+    dtype: str
+    weights_dtype: str
+    device: str = "auto"
+    guarded: bool = True
+
+    def trace(self, plan: Plan) -> Path:
+        """Where a plan's trace goes."""
+        return self.out / f"{plan.name}.safetensors"
+
+    def save(self) -> Path:
+        """The job's file, which the engine's process reads."""
+        path = self.out / "job.json"
+        value = {
+            "folder": self.folder,
+            "plans": [p.to_json() for p in self.plans],
+            "dtype": self.dtype,
+            "weights_dtype": self.weights_dtype,
+            "device": self.device,
+            "guarded": self.guarded,
+        }
+        write_text(path, json.dumps(value))
+        return path
+
+
+def read(path: Path) -> Job:
+    """The job in a file, which `Job.save` of the same version wrote."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    plans = tuple(from_json(p) for p in value.pop("plans"))
+    return Job(plans=plans, out=path.parent, **value)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What the system counted for a process that ended well."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def start(arguments: list[str], *, quiet: bool = False) -> Finished:
+    """Runs `python -m ...` to its end. Its stderr is ours, so its refusal has been read when it exits with 2."""
+    import time
+
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if quiet else None,
+    )
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begun
+    if process.returncode == 2:
+        raise AlreadySaid
+    if process.returncode in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if process.returncode != 0:
+        died = f"ended by signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+        raise Refusal(f"{arguments[0]}: its process failed ({died}); run `python -m {' '.join(arguments)}` to see why")
+    # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
+    return Finished(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+class AlreadySaid(Exception):
+    """A process of ours has refused and has said why on stderr."""
+
+
+def serve(follow: Callable[[Job], None]) -> None:
+    """An engine process's main: refusals are one line and exit code 2, an interrupt is 130."""
+    try:
+        follow(read(Path(sys.argv[1])))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

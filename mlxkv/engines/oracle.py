@@ -1,0 +1,108 @@
+"""Starts the oracle in its own process, or reads a folder that it wrote here or elsewhere.
+
+Results are used again when the digest of everything they depend on is the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxkv.engines import job
+from oracle import plan as plans
+from oracle import trace
+from oracle.checkpoint import Checkpoint, cache_dir
+from oracle.plan import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the oracle is asked: which tokens, how many steps after them, in which chunks and dtype."""
+
+    checkpoint: Checkpoint
+    prompt: str | None
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    steps: int
+    chunks: tuple[int, ...] | None
+    dtype: str
+    threads: int
+
+    def digest(self) -> str:
+        """Of everything that the answer depends on."""
+        return trace.inputs_digest(
+            fingerprint=self.checkpoint.fingerprint,
+            config_digest=self.checkpoint.config_digest,
+            tokens=list(self.tokens),
+            prompt_tokens=self.prompt_tokens,
+            steps=self.steps,
+            chunks=None if self.chunks is None else list(self.chunks),
+            dtype=self.dtype,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A verified run folder, and what making it took (None: it was there)."""
+
+    folder: Path
+    manifest: trace.Manifest
+    made: job.Finished | None
+
+
+def ask(question: Question, *, fresh: bool = False) -> Answer:
+    """The oracle's folder for a question: the one kept from last time, or a new one."""
+    require_torch()
+    digest = question.digest()
+    folder = cache_dir() / "oracle" / digest[:32]
+    if not fresh:
+        try:
+            manifest = trace.read_manifest(folder)
+            if manifest.inputs == digest:
+                os.utime(folder)
+                return Answer(folder, manifest, None)
+        except Refusal:
+            pass  # absent, unfinished or damaged: made anew below
+    finished = job.start(["oracle", *_arguments(question, folder)])
+    manifest = trace.read_manifest(folder)
+    if manifest.inputs != digest:
+        raise Refusal(
+            f"{folder}: made from inputs {manifest.inputs[:16]}, expected {digest[:16]}; the oracle's sources changed meanwhile, run again"
+        )
+    return Answer(folder, manifest, finished)
+
+
+def require_torch() -> None:
+    """A Refusal with the line that installs what is missing."""
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]', or give --oracle DIR with a folder made elsewhere")
+
+
+def judged(manifest: trace.Manifest, folder: Path) -> dict[str, plans.Plan]:
+    """The plans of a run folder, by name."""
+    return {name: plans.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
+
+
+def _check_plans(folder: Path, manifest: trace.Manifest) -> None:
+    for name, plan in judged(manifest, folder).items():
+        if plan.digest != manifest.plans[name]:
+            raise Refusal(
+                f"{folder}/plans/{name}.json: digest is {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make the folder again"
+            )
+
+
+def _arguments(question: Question, folder: Path) -> list[str]:
+    arguments = ["run", question.checkpoint.source, "--out", str(folder), "--force"]
+    if question.checkpoint.revision:
+        arguments += ["--revision", question.checkpoint.revision]
+    if question.prompt is not None:
+        arguments += ["--prompt", question.prompt]
+    else:
+        arguments += ["--tokens", ",".join(map(str, question.tokens)), "--prompt-tokens", str(question.prompt_tokens)]
+    if question.chunks is not None:
+        arguments += ["--chunks", ",".join(map(str, question.chunks))]
+    return [*arguments, "--steps", str(question.steps), "--dtype", question.dtype, "--threads", str(question.threads)]

@@ -1,0 +1,154 @@
+"""What a run is judged by: its distance from the truth, in float64, a block of rows at a time.
+
+Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order in a file; what comes
+back is in order of position. This module knows no limit and gives no verdict. Axes: R rows, V vocabulary, n positions,
+K key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxkv.judge.case import CACHE, layers
+from oracle.plan import Refusal
+from oracle.trace import Trace
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_BLOCK = 2**18  # logits held at once: 2 MB in float64, so that a block's few passes stay in the processor's cache
+_DIGITS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}  # mantissa bits, least exponent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TruthRows:
+    """Per position of the truth, each (n,): the largest |logit|, its highest token and the margin to the next; five best (n, 5)."""
+
+    largest: Floats
+    best: Array
+    margin: Floats
+    five: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measures:
+    """A run against the truth, each (R,): rms and peak of the error about its own mean, and that mean, the shift."""
+
+    positions: Array
+    rms: Floats
+    shift: Floats
+    peak: Floats
+    best: Array
+
+    @property
+    def finite(self) -> Bools:
+        """Whether the row held finite numbers only (with one that is not, the row's rms is not)."""
+        return np.isfinite(self.rms)
+
+
+def truth_rows(truth: Trace) -> TruthRows:
+    """What the judge needs to know of the truth itself."""
+    n, vocab = truth.logits.shape
+    five = min(5, vocab)
+    rows = TruthRows(np.empty(n), np.empty(n, np.int64), np.full(n, np.inf), np.empty((n, five), np.int64))
+    for part in blocks(n, vocab):
+        t = truth.logits[part]
+        rows.largest[part] = np.abs(t).max(1)
+        rows.best[part] = t.argmax(1)
+        rows.five[part] = np.argpartition(t, vocab - five, axis=1)[:, -five:]
+        if vocab > 1:
+            top = np.sort(np.take_along_axis(t, rows.five[part], 1), 1)
+            rows.margin[part] = top[:, -1] - top[:, -2]
+    return rows
+
+
+def measure(trace: Trace, truth: Trace, *, scale: float = 1.0) -> Measures:
+    """rms, shift, peak of `trace` (times `scale`) against the truth, whose row i is position i."""
+    order, positions, vocab = in_order(trace)
+    rms, shift, peak, best = np.empty(len(order)), np.empty(len(order)), np.empty(len(order)), np.empty(len(order), np.int64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part in blocks(len(order), vocab):
+            x = trace.logits[order[part]]
+            best[part] = x.argmax(1)
+            e = np.multiply(x, scale, dtype=np.float64)
+            e -= truth.logits[positions[part]]
+            shift[part] = e.mean(1)
+            e -= shift[part, None]
+            rms[part] = np.sqrt(np.einsum("rv,rv->r", e, e) / vocab)
+            peak[part] = np.maximum(e.max(1), -e.min(1))
+    return Measures(positions, rms, shift, peak, best)
+
+
+def largest_error(trace: Trace, truth: Trace) -> tuple[Array, Floats]:
+    """Positions, and max over the vocabulary of |trace - truth| at each, not centred."""
+    order, positions, vocab = in_order(trace)
+    largest = np.empty(len(order))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part in blocks(len(order), vocab):
+            largest[part] = np.abs(trace.logits[order[part]] - truth.logits[positions[part]]).max(1)
+    return positions, largest
+
+
+def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
+    """The positions that both hold, and the rms over the vocabulary of a - b at each, not centred."""
+    common = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
+    rows_a, rows_b = rows_of(a, common), rows_of(b, common)
+    rms = np.empty(len(common))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part in blocks(len(common), a.logits.shape[1]):
+            d = np.subtract(a.logits[rows_a[part]], b.logits[rows_b[part]], dtype=np.float64)
+            rms[part] = np.sqrt(np.einsum("rv,rv->r", d, d) / d.shape[1])
+    return np.array(common, np.int64), rms
+
+
+def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
+    """rms and max over head_dim of the cache's error, each (keys and values, layers, K, n)."""
+    found = []
+    for layer in range(layers(truth)):
+        mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
+        if mine is None or its is None:
+            raise Refusal(f"{trace.label}: no keys or values of layer {layer}, expected both; ask `cache_reasons` first")
+        with np.errstate(invalid="ignore", over="ignore"):
+            e = np.stack([np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)])
+            found.append((np.sqrt(np.mean(e * e, axis=-1)), np.abs(e).max(-1)))
+    return np.stack([rms for rms, _ in found], 1), np.stack([worst for _, worst in found], 1)
+
+
+def cache_largest(truth: Trace) -> Floats:
+    """The largest |value| of each row of the cache, (keys and values, layers, K, n)."""
+    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
+    return np.stack([np.stack([np.abs(a).max(-1) for a in pair]) for pair in pairs if pair is not None], 1)
+
+
+def ulp(values: Floats, dtype: str) -> Floats:
+    """One unit in the last place of each value, in `dtype`; that of the least normal number below it."""
+    bits, least = _DIGITS[dtype]
+    _, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(1.0, np.maximum(exponent - 1, least) - bits))
+
+
+def in_order(trace: Trace) -> tuple[Array, Array, int]:
+    """Row numbers in order of position, those positions, and the vocabulary."""
+    order = np.argsort(trace.positions, kind="stable")
+    return order, np.asarray(trace.positions)[order], trace.logits.shape[1]
+
+
+def rows_of(trace: Trace, positions: Sequence[int]) -> Array:
+    """The row of each position; a Refusal where one has none."""
+    at = {p: row for row, p in enumerate(trace.positions.tolist())}
+    missing = [p for p in positions if p not in at]
+    if missing:
+        raise Refusal(f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} positions; run the judged plan")
+    return np.array([at[p] for p in positions], np.int64)
+
+
+def blocks(rows: int, vocab: int) -> Iterator[slice]:
+    """Slices of so many rows that a block stays small, and at least one."""
+    size = max(1, _BLOCK // max(vocab, 1))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

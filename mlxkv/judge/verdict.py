@@ -1,0 +1,341 @@
+"""Limits, gates and controls: from traces to a verdict.
+
+Every limit is a constant here, with the measurement that chose it. Values are in units of the noise floor unless said
+otherwise. All gates are joined by AND, and every comparison is `not (value <= limit)`, so that NaN fails. See DESIGN.md,
+"Truth, noise, and the two lanes".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxkv.judge import delta, measure
+from mlxkv.judge.case import CACHE, HELD_OUT, Case, cache_reasons, case_reasons, door
+from mlxkv.judge.floors import Floors, cache_floors, logit_floors
+from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
+from mlxkv.judge.measure import Measures, TruthRows
+from mlxkv.judge.result import SCOPES, Control, Curve, FirstWrong, Gate, Outcome, Scope, Subject, Verdict
+from oracle.trace import Trace
+
+# Correct engines read 0.9 to 2 (MLX 1.7, mlx-lm 1.8); the weakest seeded fault reads 149 on SmolLM2, 37 on a tiny model.
+SIGMA = 8.0
+SIGMA_NOISY = 3.0  # no correct engine was seen above 2: said, not judged
+SIGMA_LEAST = 0.3  # float32 only: a correct engine cannot be that much nearer to the truth than five runs of torch
+# One position's rms against sigma's mean over all: twice sigma's limit. The prototype's worst row on candle's goldens read 2.3.
+WORST = 16.0
+PEAK = 8.0  # the peak floor is a maximum already; a single wrong weight of 134 million peaks at 30 times the noise's peak
+SHIFT = 10.0  # +0.05 on every logit (sigma blind to it, 1.7) is a shift of some 1e4 floors
+FLIP_MARGIN = 16.0  # in peak floors: below it the noise could turn top-1 over (13 of 24 faults flip nothing: a weak gate)
+CACHED = 8.0  # MLX with OpenBLAS reads 1.0e-5 rms beside torch's own 9.7e-6; a stale row from position 60 on reads 709
+KV_MEDIAN = 4.0  # as sigma of a correct engine, doubled: the cache in float16 reads sigma 203
+KV_MOST = 10.0  # 95th percentile over positions: single tokens have massive activations
+# A percentile over n positions is blind to its last n/20 rows, and one stale row is the commonest fault of a cache. Such a
+# row's error is its own size: 1e5 floors and more in float32, 1e3 in float16, 1e2 in bfloat16.
+KV_WORST = 50.0
+ALGEBRA = 1e-10  # of max |T|: the port in float64 reads 1.0e-13; eps wrong in a single norm 4.4e-7
+PROBE = 1e-14  # MLX's float64 matmul, tanh, sqrt, rsqrt against numpy; the float32-accurate functions read 1e-8
+# Of T itself: step, chunked and full agree to 1.1e-13; transformers' .double() lies at 5.5e-8, with eps off by 10 % at 7e-6.
+PROOFS = {"truth_agreement": 1e-10, "transformers_double": 3e-7}
+# Pooled floor over max |T|: torch reads 2e-7 in float32, 5e-4 in float16, 8e-3 in bfloat16.
+FLOOR_MOST = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
+# A scale that a judge must see. x1.001 reads 810 in float32; in float16 and bfloat16 it drowns (the floors are 2.6e3 and 4e4
+# times higher), so these controls are larger, and whether 1.001 would have been seen is said.
+CONTROL_SCALE = {"float32": 1.001, "float16": 1.1, "bfloat16": 2.0}
+STORED = 1e-3  # in floors: both sides compute the same sums of the same float32 logits in float64, in another order
+DISTINCT_LEAST = 3  # members of five that are not bitwise equal to another
+CALIBRATED = {("linux", "cpu")}  # device classes on which these limits were measured
+ORDER = ("full", "step", "prefixes", "chunked")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """What every gate measures with: the oracle folder, the truth's rows, the floors."""
+
+    case: Case
+    truth: TruthRows
+    floors: Floors
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    gates: list[Gate]
+    measures: dict[str, Measures]
+    reasons: list[str]
+
+
+def judge(case: Case, candidates: Mapping[str, Trace], *, algebra: Mapping[str, Trace] | None = None) -> Verdict:
+    """The verdict on an engine's runs of the judged plans, by plan name: in the run's dtype, and in float64 (lane A)."""
+    subject = _subject(case, [*candidates.values(), *(algebra or {}).values()])
+    reasons = case_reasons(case)
+    truth = measure.truth_rows(case.truth) if not reasons else None
+    if truth is None or not np.isfinite(truth.largest).all():
+        return Verdict("cannot tell", (), (), subject, reasons=(*(reasons or [f"{case.truth.label}: holds logits that are not finite"]),))
+    bench = Bench(case, truth, logit_floors(case, truth))
+    proofs, controls = _proof_reasons(case), _controls(bench)
+    inside, refused = _admit(case, candidates, case.manifest.dtype)
+    inside_a, refused_a = _admit(case, algebra or {}, "float64")
+    found = _measure(bench, inside, inside_a)
+    reasons = proofs + _floor_reasons(bench) + [_control_reason(c) for c in controls if not c.passed]
+    reasons += refused + refused_a + _engine_reasons([*inside.values(), *inside_a.values()]) + found.reasons
+    sound = all(c.passed for c in controls if c.expected == "agree")
+    outcome = _outcome(found.gates, reasons, proved=not proofs, sound=sound)
+    return Verdict(
+        outcome=outcome,
+        scopes=_covered(found.gates),
+        plans=tuple(inside or inside_a),
+        subject=subject,
+        gates=tuple(found.gates),
+        controls=tuple(controls),
+        reasons=tuple(reasons),
+        notes=tuple(_notes(bench, inside, found.gates, outcome)),
+        first_wrong=_first_wrong(case, found.gates) if outcome == "differ" else None,
+        figures=tuple(delta.figures(trace, case.truth, truth, plan=plan) for plan, trace in inside.items()),
+        tables=delta.page_tables(case, inside),
+        floor=tuple(bench.floors.rms.tolist()),
+        curves=tuple(Curve(plan, tuple(m.positions.tolist()), tuple(m.rms.tolist())) for plan, m in found.measures.items()),
+        distinct=_distinct(case),
+    )
+
+
+def logit_gates(bench: Bench, plan: str, run: Measures, *, floors: Floors | None = None) -> list[Gate]:
+    """The gates of scope `logits` on one run; `floors` other than the bench's where a member is held out."""
+    at, floors = run.positions, bench.floors if floors is None else floors
+    sigmas = run.rms / floors.rms[at]
+    sigma = float(np.sqrt(np.mean(sigmas * sigmas)))
+    above = at[~(sigmas <= SIGMA)]
+    flipped = (run.best != bench.truth.best[at]) & (bench.truth.margin[at] > FLIP_MARGIN * floors.peak[at])
+    return [
+        count(bench.case, "finite", plan, at, ~run.finite),
+        Gate("sigma", "logits", plan, sigma, SIGMA, first=int(above[0]) if not (sigma <= SIGMA) else None),
+        by_position(bench.case, "worst position", "logits", plan, at, sigmas, WORST),
+        by_position(bench.case, "peak", "logits", plan, at, run.peak / floors.peak[at], PEAK),
+        by_position(bench.case, "shift", "logits", plan, at, np.abs(run.shift) / floors.shift[at], SHIFT),
+        count(bench.case, "decisive flips", plan, at, flipped),
+    ]
+
+
+def _measure(bench: Bench, inside: Mapping[str, Trace], inside_a: Mapping[str, Trace]) -> _Found:
+    truth = bench.case.truth
+    measures = {plan: measure.measure(trace, truth) for plan, trace in inside.items()}
+    gates, reasons = _algebra_gates(bench, inside_a)
+    for plan, run in measures.items():
+        gates += logit_gates(bench, plan, run)
+    cache_gates, cache = _cache_gates(bench, inside.get("step"))
+    gates += [_cached_gate(bench, inside), *cache_gates]
+    near = [g for g in gates if g.name == "sigma" and g.value < SIGMA_LEAST]
+    if bench.case.manifest.dtype == "float32":
+        reasons += [
+            f"plan {g.plan}: sigma is {g.value:.2g}, expected at least {SIGMA_LEAST}: the pool is further from the truth than the candidate"
+            for g in near
+        ]
+    return _Found(gates, measures, reasons + cache)
+
+
+def _algebra_gates(bench: Bench, traces: Mapping[str, Trace]) -> tuple[list[Gate], list[str]]:
+    """Lane A. Probes that fail take the lane out, without a verdict on the others."""
+    name, case, gates, reasons = "algebra (float64)", bench.case, [], []
+    for plan, trace in traces.items():
+        bad = [f"{k} is {v:.1e}" for k, v in sorted(trace.meta.probes.items()) if not (v <= PROBE)]
+        if bad or not trace.meta.probes:
+            why = f"cannot tell: float64 probe {bad[0]} off numpy, limit {PROBE:.0e}" if bad else "not run: no float64 probes in trace"
+            gates.append(not_run(name, "algebra", plan, ALGEBRA, why))
+            continue
+        at, errors = measure.largest_error(trace, case.truth)
+        gates.append(by_position(case, name, "algebra", plan, at, errors / bench.truth.largest.max(), ALGEBRA))
+        if plan == "step" and trace.kv(CACHE, 0) is not None:
+            odd = cache_reasons(trace, case.truth)
+            reasons += odd
+            gates += (
+                [_algebra_cache(bench, trace)] if not odd else [not_run("algebra, cache", "algebra", plan, ALGEBRA, f"not run: {odd[0]}")]
+            )
+    return gates or [not_run(name, "algebra", "-", ALGEBRA, "not run: no float64 run of this engine")], reasons
+
+
+def _algebra_cache(bench: Bench, trace: Trace) -> Gate:
+    truth = bench.case.truth
+    _, errors = measure.cache_errors(trace, truth)
+    largest = measure.cache_largest(truth).max(axis=(2, 3), keepdims=True)
+    return in_cache(bench.case, "algebra, cache", "algebra", errors / np.maximum(largest, np.finfo(np.float64).tiny), ALGEBRA)
+
+
+def _cached_gate(bench: Bench, inside: Mapping[str, Trace]) -> Gate:
+    """Cached against uncached of the same engine: step against full, or against prefixes where there is no full."""
+    name, plans = "cached against uncached", bench.case.manifest.plans
+    other = "full" if "full" in inside else "prefixes"
+    absent = [plan for plan in ("step", other) if plan not in inside]
+    if absent or plans["step"] == plans["full"]:
+        why = f"no trace of plan {absent[0]}" if absent else "nothing was decoded, step is the same plan as full"
+        return not_run(name, "cache", "step", CACHED, f"not run: {why}")
+    at, rms = measure.difference(inside["step"], inside[other])
+    return by_position(bench.case, name, "cache", "step", at, rms / bench.floors.cached[at], CACHED)
+
+
+def _cache_gates(bench: Bench, step: Trace | None) -> tuple[list[Gate], list[str]]:
+    """Keys and values of the step plan, per layer and head: the worst head's median, 95th percentile and worst row."""
+    case, names = bench.case, [f"{kind} {what}" for kind in ("keys", "values") for what in ("median", "95%", "worst row")]
+    limits = [KV_MEDIAN, KV_MOST, KV_WORST] * 2
+    held = step is not None and any(n.startswith(f"kv/{CACHE}/") for n in step.arrays)
+    odd = cache_reasons(step, case.truth) if step is not None and held else []
+    if step is None or not held or odd or case.truth.kv(CACHE, 0) is None:
+        why = (
+            "no trace of plan step"
+            if step is None
+            else "no keys in trace"
+            if not held
+            else odd[0]
+            if odd
+            else "no keys in the oracle folder"
+        )
+        return [not_run(name, "cache", "step", limit, f"not run: {why}") for name, limit in zip(names, limits, strict=True)], odd
+    rms, _ = measure.cache_errors(step, case.truth)
+    ratios = rms / cache_floors(case)
+    gates = []
+    for kind, of in zip(("keys", "values"), ratios, strict=True):
+        gates += [
+            over_rows(f"{kind} median", of, np.median(of, axis=-1), KV_MEDIAN),
+            over_rows(f"{kind} 95%", of, np.percentile(of, 95, axis=-1), KV_MOST),
+            in_cache(case, f"{kind} worst row", "cache", of[None], KV_WORST),
+        ]
+    return gates, []
+
+
+def _controls(bench: Bench) -> list[Control]:
+    """One member judged by the others, the same scaled, and its stored errors against what is measured here."""
+    case, dtype = bench.case, bench.case.manifest.dtype
+    floors = logit_floors(case, bench.truth, without=HELD_OUT)
+    member = measure.measure(case.references["step"], case.truth)
+    scaled = measure.measure(case.references["step"], case.truth, scale=CONTROL_SCALE[dtype])
+    index, at = case.floors_meta["members"].index(HELD_OUT), member.positions
+    stored = [(member.rms, "rms"), (member.shift, "shift"), (member.peak, "peak")]
+    off = float(np.max([np.max(np.abs(found - case.floors[name][index][at]) / bench.floors.rms[at]) for found, name in stored]))
+    gates, gates_scaled = logit_gates(bench, "step", member, floors=floors), logit_gates(bench, "step", scaled, floors=floors)
+    factor = f"{CONTROL_SCALE[dtype]:g}"
+    return [
+        Control(f"{HELD_OUT}, held out", "agree", not any(g.failed for g in gates), gates[1].value, SIGMA),
+        Control(f"{HELD_OUT} times {factor}", "differ", any(g.failed for g in gates_scaled), gates_scaled[1].value, SIGMA),
+        Control(f"errors of {HELD_OUT} as stored", "agree", off <= STORED, off, STORED, "floors"),
+    ]
+
+
+def _control_reason(control: Control) -> str:
+    return (
+        f"control {control.name!r}: {control.quantity} is {control.value:.3g} (limit {control.limit:g}), "
+        f"expected to {control.expected}; the floors cannot be trusted, make the oracle folder again"
+    )
+
+
+def _proof_reasons(case: Case) -> list[str]:
+    proofs = case.manifest.proofs
+    return [
+        f"truth's proof {name}: {proofs.get(name, np.nan):.2g}, expected at most {limit:g}; the truth cannot be trusted"
+        for name, limit in PROOFS.items()
+        if not (proofs.get(name, np.nan) <= limit)
+    ]
+
+
+def _floor_reasons(bench: Bench) -> list[str]:
+    dtype = bench.case.manifest.dtype
+    floor = float(np.sqrt(np.mean(bench.floors.rms**2)) / bench.truth.largest.max())
+    if floor <= FLOOR_MOST[dtype]:
+        return []
+    return [f"noise floor: {floor:.2g} of max |truth|, expected at most {FLOOR_MOST[dtype]:g} in {dtype}; too coarse to judge anything"]
+
+
+def _engine_reasons(traces: Sequence[Trace]) -> list[str]:
+    engines = sorted({f"{t.meta.engine} {t.meta.engine_version}".strip() for t in traces})
+    return [f"candidate: traces of {', '.join(engines)}, expected one engine; judge each by itself"] if len(engines) > 1 else []
+
+
+def _admit(case: Case, traces: Mapping[str, Trace], dtype: str) -> tuple[dict[str, Trace], list[str]]:
+    """The traces that may be measured, in the order of the plans, and why the others may not."""
+    inside, reasons = {}, []
+    for plan in sorted(traces, key=lambda p: (ORDER.index(p) if p in ORDER else len(ORDER), p)):
+        odd = door(traces[plan], plan, case, dtype=dtype)
+        reasons += odd
+        if not odd:
+            inside[plan] = traces[plan]
+    return inside, reasons
+
+
+def _outcome(gates: Sequence[Gate], reasons: Sequence[str], *, proved: bool, sound: bool) -> Outcome:
+    """A failure counts where what it was measured with can be trusted: lane A needs the truth, lane B the pool too."""
+    trusted = {"algebra": proved, "logits": proved and sound, "cache": proved and sound}
+    if any(g.failed and (trusted[g.scope] or g.name == "finite") for g in gates):
+        return "differ"
+    return "cannot tell" if reasons or not any(g.ran for g in gates) else "agree"
+
+
+def _covered(gates: Sequence[Gate]) -> tuple[Scope, ...]:
+    of = {scope: [g for g in gates if g.scope == scope] for scope in SCOPES}
+    return tuple(scope for scope in SCOPES if of[scope] and all(g.ran for g in of[scope]))
+
+
+def _first_wrong(case: Case, gates: Sequence[Gate]) -> FirstWrong | None:
+    wrong = [(g.first, g) for g in gates if g.failed and g.first is not None]
+    if not wrong:
+        return None
+    first, gate = min(wrong, key=lambda w: w[0])
+    return FirstWrong(first, case.text(first), gate.plan, gate.name, gate.layer)
+
+
+def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], outcome: Outcome) -> list[str]:
+    case, notes = bench.case, []
+    sigma = max((g.value for g in gates if g.name == "sigma"), default=0.0)
+    if outcome == "agree" and sigma > SIGMA_NOISY:
+        notes.append(f"agrees, noisier than usual: sigma is {sigma:.2f}, correct engines read at most {SIGMA_NOISY:g}")
+    absent = [plan for plan in ORDER if plan in case.manifest.plans and plan not in inside]
+    if absent and inside:
+        notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
+    if "chunked" not in case.manifest.plans:
+        notes.append("chunked does not apply: a prompt of one token cannot be split")
+    if any(t.meta.fingerprint is None for t in inside.values()):
+        notes.append("weights undeclared: the trace does not say of which weights it is")
+    if any(t.meta.config_digest not in (None, case.manifest.config_digest) for t in inside.values()):
+        notes.append("config digest differs from the oracle's: the engine read another config.json")
+    if _distinct(case) < DISTINCT_LEAST:
+        notes.append(f"the pool has {_distinct(case)} bitwise distinct members, usually {DISTINCT_LEAST} or more: its floor may read low")
+    odd = {_device_class(t) for t in inside.values()} - CALIBRATED
+    if odd:
+        notes.append(
+            f"limits not calibrated on this device ({', '.join(' '.join(c) for c in sorted(odd))}); `mlxkv calibrate` measures them"
+        )
+    return notes + _blind(bench)
+
+
+def _blind(bench: Bench) -> list[str]:
+    """In a coarse dtype: whether lane B would have seen logits times 1.001."""
+    case, usual = bench.case, CONTROL_SCALE["float32"]
+    if case.manifest.dtype == "float32":
+        return []
+    gates = logit_gates(bench, "step", measure.measure(case.references["step"], case.truth, scale=usual))
+    if any(g.failed for g in gates):
+        return []
+    return [f"in {case.manifest.dtype} a fault as small as logits times {usual:g} would pass (sigma {gates[1].value:.2f}); lane A sees it"]
+
+
+def _distinct(case: Case) -> int:
+    distinct = case.floors_meta.get("distinct")
+    return distinct if isinstance(distinct, int) else 0
+
+
+def _device_class(trace: Trace) -> tuple[str, str]:
+    words = str(trace.meta.environment.get("os", "unknown")).lower().split("-")[0].split()
+    return (words[0] if words else "unknown", trace.meta.device)
+
+
+def _subject(case: Case, traces: Sequence[Trace]) -> Subject:
+    meta, manifest = (traces[0].meta if traces else None), case.manifest
+    return Subject(
+        engine=meta.engine if meta else "none",
+        engine_version=meta.engine_version if meta else "",
+        device=meta.device if meta else "",
+        dtype=manifest.dtype,
+        model=f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name,
+        fingerprint=manifest.fingerprint,
+        config_digest=manifest.config_digest,
+        tokens=tuple(manifest.tokens),
+        prompt_tokens=manifest.prompt_tokens,
+    )

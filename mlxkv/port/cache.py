@@ -1,0 +1,238 @@
+"""The KV cache: one object outside the model, in the style of candle's `llama.rs` `Cache`.
+
+It carries, per layer, the keys (after RoPE) and values of every token fed, before the query heads of a group share them;
+the RoPE tables; and the causal masks. Axes: B batch, K key/value heads, S tokens held, D head_dim.
+
+`guarded=False` is candle: index_pos picks table rows and the mask's shape and is never checked against what is held.
+`guarded=True` (the default) refuses, before anything is written, every call whose result would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.port import rope
+from mlxkv.port.config import LlamaConfig
+from mlxkv.port.ops import dtype_of, name_of
+
+BLOCK = 256
+"""Buffers grow by this many rows: one token per step must not copy the whole history each time."""
+
+MASKS = 16
+"""Masks kept per cache, the least recently used dropped first."""
+
+
+class CacheError(ValueError):
+    """A call that the cache refuses. The cache is as it was before the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's rows: buffers [B, K, capacity, D], of which the first `length` rows along S are held.
+
+    Never changed: an append makes a new Layer. MLX writes into the old buffer when nobody else holds it and copies it
+    when somebody does, so clones share memory until one side writes and never see each other's rows.
+    """
+
+    buffers: tuple[mx.array, mx.array] | None = None
+    length: int = 0
+
+    @property
+    def keys(self) -> mx.array | None:
+        """[B, K, S, D], after RoPE; None when nothing is held."""
+        return None if self.buffers is None else self.buffers[0][:, :, : self.length]
+
+    @property
+    def values(self) -> mx.array | None:
+        """[B, K, S, D]; None when nothing is held."""
+        return None if self.buffers is None else self.buffers[1][:, :, : self.length]
+
+    @property
+    def batch(self) -> int | None:
+        """B of the rows held."""
+        return None if self.buffers is None else self.buffers[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows held; the buffers are up to 255 rows larger."""
+        if self.buffers is None:
+            return 0
+        B, K, _, D = self.buffers[0].shape
+        return 2 * B * K * self.length * D * self.buffers[0].dtype.size
+
+    def append(self, keys: mx.array, values: mx.array) -> Layer:
+        """The layer with these rows [B, K, L, D] after its own."""
+        old = self.buffers or (None, None)
+        put = (_put(old[0], keys, self.length), _put(old[1], values, self.length))
+        return Layer(put, self.length + keys.shape[2])
+
+    def crop(self, length: int) -> Layer:
+        """The layer's first `length` rows; the buffers stay."""
+        return Layer(self.buffers, length) if length else Layer()
+
+
+class Cache:
+    """Keys, values, RoPE tables and masks of one sequence (or a batch of equally long ones).
+
+    `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read: every call sends the whole
+    prefix. `len(cache)` is the number of tokens held.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: str | mx.Dtype = "float32",
+        use_kv_cache: bool = True,
+        guarded: bool = True,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype_of(dtype)
+        self.use_kv_cache = use_kv_cache
+        self.guarded = guarded
+        self.cos, self.sin = _tables(config, self.dtype)
+        self._layers = (Layer(),) * config.num_hidden_layers
+        self._masks: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer's rows, to look at: `cache.layers[0].keys.shape`."""
+        return self._layers
+
+    @property
+    def masks(self) -> dict[tuple[int, int], mx.array]:
+        """The masks built so far, by (L, kv_len); 1 hides a key."""
+        return dict(self._masks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows held, keys and values of all layers."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def __len__(self) -> int:
+        return self._layers[0].length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        c = self.config
+        size = f"{len(self)} of {c.max_position_embeddings} tokens, {self.nbytes} bytes"
+        shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
+        flags = ("" if self.use_kv_cache else ", use_kv_cache=False") + ("" if self.guarded else ", guarded=False")
+        return f"Cache({size}, {shape}, {name_of(self.dtype)}{flags})"
+
+    def clone(self) -> Cache:
+        """An independent copy. Buffers, tables and masks are shared; the first side that writes copies its rows."""
+        other = object.__new__(Cache)
+        other.__dict__.update(self.__dict__)
+        other._masks = self._masks.copy()
+        return other
+
+    def reset(self) -> None:
+        """Nothing held, as new. Tables and masks stay: they depend on the config and on shapes alone."""
+        self._layers = (Layer(),) * self.config.num_hidden_layers
+
+    def crop(self, length: int) -> int:
+        """Keeps the first `length` tokens and returns how many were dropped; a CacheError if fewer are held."""
+        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(self):
+            raise CacheError(f"cache: crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held")
+        dropped = len(self) - length
+        self._layers = tuple(layer.crop(length) for layer in self._layers)
+        return dropped
+
+    # What the model calls, in this order: admit, rotation, then per layer extend, then mask.
+
+    def admit(self, batch: int, length: int, index_pos: int | None, dtype: mx.Dtype, config: LlamaConfig) -> int:
+        """The position of the first of `length` new tokens, or a refusal with nothing changed.
+
+        Unguarded only what candle refuses: another dtype, no tokens, rows beyond the RoPE tables.
+        """
+        held = len(self) if self.use_kv_cache else 0
+        start = held if index_pos is None else index_pos
+        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+            raise CacheError(f"cache: index_pos is {start!r}, expected a whole number from 0")
+        if config != self.config:
+            raise CacheError("cache: made for another config than the model's; make it with Cache(model.config)")
+        if dtype != self.dtype:
+            mine, theirs = name_of(self.dtype), name_of(dtype)
+            raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
+        if length == 0:
+            raise CacheError(f"cache: no new tokens (the cache holds {held}); a call needs at least one")
+        limit = self.config.max_position_embeddings
+        if start + length > limit:
+            raise CacheError(
+                f"cache: position {start + length - 1} (index_pos {start}, {length} tokens) is beyond the {limit} rows of the RoPE tables; "
+                f"max_position_embeddings is {limit}"
+            )
+        if self.guarded:
+            self._guard(batch, start, held)
+        return start
+
+    def _guard(self, batch: int, start: int, held: int) -> None:
+        if start != held:
+            holder = f"the cache holds {held} tokens" if self.use_kv_cache else "without a KV cache every call starts at 0"
+            remedy = "leave index_pos out" if self.use_kv_cache else "send the whole prefix from index_pos 0"
+            if self.use_kv_cache and start == 0:
+                remedy = "reset the cache or make a new one for another sequence, or leave index_pos out to go on"
+            raise CacheError(f"cache: index_pos is {start}, expected {held} ({holder}); {remedy}")
+        if self.use_kv_cache and self._layers[0].batch not in (None, batch):
+            raise CacheError(f"cache: batch of {batch}, expected {self._layers[0].batch} (that of the tokens held); make a new cache")
+
+    def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
+        """cos and sin of `length` positions from `start`, each (L, D / 2)."""
+        return self.cos[start : start + length], self.sin[start : start + length]
+
+    def extend(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends [B, K, L, D] to one layer; all its keys and values, [B, K, S, D]."""
+        if not self.use_kv_cache:
+            return keys, values
+        grown = self._layers[layer].append(keys, values)
+        self._layers = (*self._layers[:layer], grown, *self._layers[layer + 1 :])
+        assert grown.buffers is not None
+        return grown.buffers[0][:, :, : grown.length], grown.buffers[1][:, :, : grown.length]
+
+    def mask(self, length: int, start: int) -> mx.array | None:
+        """(L, start + L) uint8, 1 where row i hides column j, which is j > start + i; None for a single token."""
+        if length == 1:
+            return None
+        key = (length, start + length)
+        if key not in self._masks:
+            columns, rows = np.arange(start + length), start + np.arange(length)
+            self._masks[key] = mx.array((columns[None, :] > rows[:, None]).astype(np.uint8))
+            if len(self._masks) > MASKS:
+                self._masks.popitem(last=False)
+        self._masks.move_to_end(key)
+        return self._masks[key]
+
+    def snapshot(self) -> tuple[Layer, ...]:
+        """What `restore` brings back."""
+        return self._layers
+
+    def restore(self, layers: tuple[Layer, ...]) -> None:
+        """Every layer as it was."""
+        self._layers = layers
+
+
+def _put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
+    """The buffer with `rows` at `start` along S; larger by whole blocks where they do not fit."""
+    B, K, L, D = rows.shape
+    full = buffer if buffer is not None else mx.zeros((B, K, 0, D), rows.dtype)
+    lacking = start + L - full.shape[2]
+    if lacking > 0:
+        blank = mx.zeros((B, K, -(-lacking // BLOCK) * BLOCK, D), rows.dtype)
+        full = mx.concatenate([full, blank], axis=2)
+    return mx.slice_update(full, rows, mx.array([start]), axes=[2])
+
+
+@lru_cache(maxsize=4)
+def _tables(config: LlamaConfig, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    host = np.float64 if dtype == mx.float64 else np.float32
+    cos, sin = rope.tables(config, host)
+    # Without a dtype mx.array would make float32 of a float64 array.
+    return mx.array(cos, dtype), mx.array(sin, dtype)

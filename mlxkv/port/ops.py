@@ -1,0 +1,75 @@
+"""The few operations with two forms: the production one, and an exact one for float64.
+
+MLX's float64 `exp`, `sigmoid`, `softmax` and `mx.fast.*` are only as accurate as float32; its matmul, sqrt, rsqrt, tanh,
+sums and division are true. So in float64 exp and sigmoid go through tanh, and RMSNorm through rsqrt. The dtype chooses
+the form; nothing else in the model differs between the lanes.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "float64": mx.float64,
+}
+
+
+def dtype_of(dtype: str | mx.Dtype) -> mx.Dtype:
+    """The MLX dtype of a name, or a ValueError."""
+    if isinstance(dtype, mx.Dtype):
+        dtype = str(dtype).removeprefix("mlx.core.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def name_of(dtype: mx.Dtype) -> str:
+    """`float32` for mx.float32."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def accurate(dtype: mx.Dtype) -> mx.Dtype:
+    """The dtype in which attention runs and logits are returned: float64 in the algebra lane, else float32."""
+    return mx.float64 if dtype == mx.float64 else mx.float32
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; half precision accumulates in float32."""
+    if x.dtype != mx.float64:
+        return mx.fast.rms_norm(x, weight, eps)
+    return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + mx.array(eps, mx.float64)) * weight
+
+
+def silu(x: mx.array) -> mx.array:
+    """x * sigmoid(x)"""
+    if x.dtype != mx.float64:
+        return x * mx.sigmoid(x)
+    return x * (0.5 * (1.0 + mx.tanh(0.5 * x)))
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None) -> mx.array:
+    """softmax(queries @ keys^T * scale) @ values: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+
+    `hidden` (L, S) is true where a query may not see a key. Query head h reads KV head h // (H / K).
+    """
+    if queries.dtype != mx.float64:
+        visible = None if hidden is None else mx.logical_not(hidden)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=visible)
+    B, H, L, D = queries.shape
+    K = keys.shape[1]
+    grouped = queries.reshape(B, K, H // K, L, D)
+    scores = (grouped * scale) @ keys[:, :, None].swapaxes(-1, -2)  # [B, K, H/K, L, S]
+    if hidden is not None:
+        scores = mx.where(hidden, -mx.inf, scores)
+    return (_softmax(scores) @ values[:, :, None]).reshape(B, H, L, D)
+
+
+def _softmax(scores: mx.array) -> mx.array:
+    half = 0.5 * (scores - mx.max(scores, axis=-1, keepdims=True))
+    t = mx.tanh(half)
+    # exp(x) = (1 + tanh(x/2)) / (1 - tanh(x/2)); x <= 0 here, so the error stays below one ulp of the largest term.
+    weights = (1.0 + t) / (1.0 - t)
+    return weights / mx.sum(weights, axis=-1, keepdims=True)

@@ -1,0 +1,65 @@
+"""A checkpoint's safetensors -> a Llama's parameters, strict both ways: no tensor missing, none left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+
+from mlxkv.port.config import ConfigError, LlamaConfig
+from mlxkv.port.llama import Llama, parameters
+from mlxkv.port.ops import dtype_of
+from oracle.checkpoint import Checkpoint, resolve
+from oracle.plan import Refusal
+
+
+def load(path: str | Path | None = None, dtype: str = "float32", *, rounded_to: str | None = None) -> Llama:
+    """A Llama from a folder, a GGUF file, a hub id, or (None) the default model.
+
+    `rounded_to` rounds the stored weights to that dtype first: a float64 run judges the arithmetic of a float16 one only
+    if both compute with the same weights.
+    """
+    return from_checkpoint(resolve(None if path is None else str(path)), dtype, rounded_to=rounded_to)
+
+
+def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None) -> Llama:
+    """A Llama from a checkpoint that has been resolved already."""
+    config = LlamaConfig.from_json(checkpoint.config, where=str(checkpoint.folder / "config.json"))
+    model = Llama(config)
+    expected = parameters(model)
+    names = _names(checkpoint, expected, tied=config.tie_word_embeddings)
+    target, first = dtype_of(dtype), dtype_of(rounded_to or dtype)
+    # Shapes are all that is wanted of the random weights; without this they would be made beside the real ones.
+    model.update(tree_unflatten([(n.removeprefix("model."), mx.zeros((0,))) for n in expected]))
+    for file in sorted({checkpoint.tensors[n].file for n in names}):
+        arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+        for name in (n for n in names if checkpoint.tensors[n].file == file):
+            with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
+                array = arrays.pop(name).astype(first).astype(target)
+            # One at a time: a float64 copy beside its float32 source, of every tensor at once, would not fit.
+            mx.eval(array)
+            model.update(tree_unflatten([(name.removeprefix("model."), array)]))
+    model.eval()
+    return model
+
+
+def _names(checkpoint: Checkpoint, expected: dict[str, mx.array], *, tied: bool) -> list[str]:
+    found = {n for n in checkpoint.tensors if not n.endswith("rotary_emb.inv_freq")}
+    if tied:
+        # transformers ties lm_head to the embedding whatever the file says.
+        found.discard("lm_head.weight")
+    for name in sorted(set(expected) - found):
+        raise Refusal(
+            f"{checkpoint.folder}: tensor {name} is missing ({len(set(expected) - found)} in all); the weights do not fit config.json"
+        )
+    for name in sorted(found - set(expected)):
+        raise Refusal(f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json")
+    for name, array in expected.items():
+        shape = checkpoint.tensors[name].shape
+        if tuple(shape) != array.shape:
+            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(shape)}, expected {list(array.shape)} by config.json")
+    return list(expected)
+
+
+__all__ = ["ConfigError", "from_checkpoint", "load"]

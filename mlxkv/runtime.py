@@ -1,0 +1,123 @@
+"""What an engine's process does before `import mlx.core`, and the facts of the machine that every report shows.
+
+`import mlxkv` does none of this: in somebody else's process the environment and the BLAS are theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from oracle.plan import Refusal
+
+# Fastest first: tokens per second of one-row products, which decoding is made of, decide (`mlxkv bench`).
+_BLAS = (
+    ("BLIS", ("/usr/lib/*/blis-pthread/libblis.so.*", "/usr/lib*/libblisp.so.*", "/usr/lib*/libblis.so.*")),
+    (
+        "OpenBLAS",
+        (
+            "/usr/lib/*/openblas-pthread/libopenblas.so.*",
+            "/usr/lib/*/libopenblas.so.*",
+            "/usr/lib*/libopenblasp.so.*",
+            "/usr/lib*/libopenblas.so.*",
+        ),
+    ),
+    ("MKL", (f"{sys.prefix}/lib/libmkl_rt.so.*",)),
+)
+
+
+def prepare(device: str = "auto") -> dict[str, Any]:
+    """Sets this process up for MLX on `device` (auto, gpu or cpu) and returns what a report must say of it."""
+    # MLX multiplies float32 matrices of two and more rows with 10-bit mantissas on some GPUs unless told before it starts.
+    os.environ["MLX_ENABLE_TF32"] = "0"
+    blas = load_blas() if sys.platform == "linux" else "Accelerate" if sys.platform == "darwin" else "unknown"
+    mx = require_mlx()
+    has_gpu = bool(mx.is_available(mx.gpu))
+    if device == "gpu" and not has_gpu:
+        raise Refusal("--device gpu: MLX finds no GPU here; use --device cpu or auto")
+    mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
+    used = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    return host() | {
+        "mlx": version("mlx"),
+        "device": used,
+        "device_name": str(mx.device_info().get("device_name", "")) if used == "gpu" else cpu_name(),
+        "blas": blas,
+        "threads": os.cpu_count() or 1,
+        "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+    }
+
+
+def require_mlx() -> Any:
+    """mlx.core, or a Refusal with the line that installs it."""
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        line = "pip install 'mlxkv[port]'"
+        if "libmlx" in str(error):
+            raise Refusal(f"mlx is installed without its backend ({error}): {line}, which takes mlx[cpu] on Linux") from error
+        raise Refusal(f"mlx is not installed: {line}") from error
+    return mx
+
+
+def load_blas() -> str:
+    """Loads the fastest BLAS found, so that its symbols win over MLX's reference BLAS, and returns its name.
+
+    MLXKV_BLAS names a library file instead, or `none`. Never call this in a process that runs torch: it changes torch's
+    numbers and makes it slower.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("a BLAS for MLX must not be loaded beside torch")
+    wanted = os.environ.get("MLXKV_BLAS", "")
+    if wanted == "none":
+        return "reference (from MLX)"
+    candidates = [(wanted, wanted)] if wanted else _found_blas()
+    # BLIS starts with one thread unless told.
+    os.environ.setdefault("BLIS_NUM_THREADS", str(os.cpu_count() or 1))
+    for name, path in candidates:
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            if wanted:
+                raise Refusal(f"MLXKV_BLAS: {wanted} cannot be loaded ({error}); give the path of a BLAS library, or none") from error
+            continue
+        return name if wanted else f"{name} ({Path(path).name})"
+    return "reference (from MLX)"
+
+
+def _found_blas() -> list[tuple[str, str]]:
+    return [(name, path) for name, patterns in _BLAS for pattern in patterns for path in sorted(glob.glob(pattern))]
+
+
+def host() -> dict[str, Any]:
+    """The machine, without anything that names its owner."""
+    return {
+        "os": f"{platform.system()} {platform.release()}" if sys.platform != "darwin" else f"macOS {platform.mac_ver()[0]}",
+        "arch": platform.machine(),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "mlxkv": version("mlxkv"),
+    }
+
+
+def version(package: str) -> str:
+    """An installed package's version, or "not installed"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

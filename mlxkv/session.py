@@ -1,0 +1,153 @@
+"""The steps of `mlxkv compare`: what to run, what to reuse, what to write. It computes nothing itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxkv.engines import job, oracle
+from mlxkv.judge.case import Case, read_case
+from mlxkv.progress import say
+from oracle import tokens as tokenizers
+from oracle import trace
+from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
+from oracle.plan import Plan, Refusal
+
+DEFAULT_PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a person asked to compare. None where the oracle folder, or the default, decides."""
+
+    model: str | None = None
+    revision: str | None = None
+    prompt: str | None = None
+    tokens: tuple[int, ...] | None = None
+    steps: int | None = None
+    chunks: tuple[int, ...] | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    oracle: Path | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Everything that a verdict is made from, and what each process took (None: reused)."""
+
+    case: Case
+    checkpoint: Checkpoint
+    arithmetic: tuple[trace.Trace, ...]
+    algebra: tuple[trace.Trace, ...]
+    took: dict[str, job.Finished | None]
+
+
+@contextmanager
+def run(request: Request) -> Iterator[Runs]:
+    """The oracle's answer and the port's traces in both lanes; the traces are removed when the block ends."""
+    checkpoint, folder, made = _given(request) if request.oracle else _asked(request)
+    case = read_case(folder)
+    if case.manifest.fingerprint != checkpoint.fingerprint:
+        raise Refusal(
+            f"{folder}: made with weights {case.manifest.fingerprint[:16]}, but {checkpoint.source} holds {checkpoint.fingerprint[:16]}; "
+            "run the oracle on these weights, or name the model that the folder was made with"
+        )
+    plans = tuple(oracle.judged(case.manifest, folder).values())
+    with scratch() as room:
+        arithmetic, b = _follow(checkpoint, plans, room / "run", case.manifest.dtype, case.manifest.dtype, request.device)
+        algebra, a = _follow(checkpoint, plans, room / "float64", "float64", case.manifest.dtype, "cpu")
+        yield Runs(case, checkpoint, arithmetic, algebra, {"oracle": made, "port": b, "port float64": a})
+
+
+def _follow(
+    checkpoint: Checkpoint, plans: tuple[Plan, ...], out: Path, dtype: str, weights_dtype: str, device: str
+) -> tuple[tuple[trace.Trace, ...], job.Finished]:
+    """The port's traces of the plans in one dtype, each from this very run."""
+    out.mkdir(parents=True)
+    work = job.Job(str(checkpoint.folder), plans, out, dtype, weights_dtype, device)
+    finished = job.start(["mlxkv.engines.port", str(work.save())])
+    return tuple(trace.read(work.trace(plan)) for plan in plans), finished
+
+
+def _asked(request: Request) -> tuple[Checkpoint, Path, job.Finished | None]:
+    checkpoint = resolve(request.model, revision=request.revision)
+    require_llama(checkpoint)
+    question = _question(request, checkpoint)
+    say(f"oracle: {len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}")
+    answer = oracle.ask(question, fresh=request.fresh)
+    return checkpoint, answer.folder, answer.made
+
+
+def _question(request: Request, checkpoint: Checkpoint) -> oracle.Question:
+    prompt = request.prompt if request.prompt is not None or request.tokens is not None else DEFAULT_PROMPT
+    if request.tokens is not None:
+        ids = list(request.tokens)
+    else:
+        tokenizer = tokenizers.load(checkpoint.folder)
+        if tokenizer is None:
+            raise Refusal(f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt; give the ids with --tokens")
+        assert prompt is not None
+        ids = tokenizer.encode(prompt)
+    steps = 20 if request.steps is None else request.steps
+    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions - max(steps - 1, 0))
+    return oracle.Question(
+        checkpoint=checkpoint,
+        prompt=None if request.tokens is not None else prompt,
+        tokens=tuple(ids),
+        prompt_tokens=len(ids),
+        steps=steps,
+        chunks=request.chunks,
+        dtype=request.dtype or "float32",
+        threads=request.threads,
+    )
+
+
+def _given(request: Request) -> tuple[Checkpoint, Path, None]:
+    """A folder made elsewhere decides everything; what the request says beside it must agree."""
+    assert request.oracle is not None
+    manifest = trace.read_manifest(request.oracle)
+    where = request.oracle / "manifest.json"
+    prompt_ids = manifest.tokens[: manifest.prompt_tokens]
+    for name, wanted, found in (
+        ("prompt", request.prompt, manifest.prompt),
+        ("tokens", None if request.tokens is None else list(request.tokens), prompt_ids),
+        ("dtype", request.dtype, manifest.dtype),
+    ):
+        if wanted is not None and wanted != found:
+            raise Refusal(f"{where}: {name} is {found!r}, expected {wanted!r} as asked for; leave --{name} out or make another folder")
+    for name, given in (("steps", request.steps), ("chunks", request.chunks)):
+        if given is not None:
+            raise Refusal(f"--{name}: {where} has its own plans; leave the option out or make another folder")
+    return resolve(request.model or manifest.source, revision=request.revision or manifest.revision), request.oracle, None
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for traces beside the caches (they are too large for some systems' /tmp), removed at the end."""
+    base = cache_dir() / "runs"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=base))
+    except OSError as error:
+        raise trace.unwritable(base, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def claim(folder: Path) -> None:
+    """Makes the output folder and proves that it can be written, before any work is done for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise trace.unwritable(folder, error) from error

@@ -1,0 +1,221 @@
+"""config.json -> what the truth needs of it. The port reads the same file by itself: two readings that agree are evidence.
+
+Every key is used, ignored because it cannot change a logit, or refused by name. Defaults are those of transformers'
+LlamaConfig where one is harmless; sizes have none. This module knows no torch and reads no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oracle.plan import Refusal
+
+if TYPE_CHECKING:
+    from oracle.checkpoint import Checkpoint
+
+# Of no effect on the logits of a trained Llama: made for training, for text generation, or for book-keeping.
+_IGNORED = frozenset(
+    """
+    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop pretraining_tp use_cache gradient_checkpointing
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length min_length do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_new_tokens
+    _name_or_path name_or_path torch_dtype dtype transformers_version transformers.js_config is_llama_config id2label label2id num_labels
+    finetuning_task problem_type task_specific_params tokenizer_class prefix output_attentions output_hidden_states output_scores
+    return_dict return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward unsloth_version unsloth_fixed
+    """.split()
+)
+# These would change the model, so only the value that leaves it a Llama is accepted. Null always counts as absent.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama",),
+    "architectures": (["LlamaForCausalLM"], []),
+    "hidden_act": ("silu",),
+    "rope_interleaved": (False,),
+    "rope_traditional": (False,),
+    "partial_rotary_factor": (1.0, 1),
+    "use_sliding_window": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, []),
+}
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+_USED = frozenset(
+    (*_SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters")
+    + ("tie_word_embeddings", "attention_bias", "mlp_bias")
+)
+STORED = ("F32", "BF16", "F16", "F64")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """The frequency-dependent stretching of RoPE that Llama 3.1 brought."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A Llama's sizes and constants. `interleaved` rotates pairs (2i, 2i+1): a wrong reading, never made by read_config, to try as a suspect."""
+
+    n_layers: int
+    hidden: int
+    mlp: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    eps: float
+    theta: float
+    scaling: Llama3 | None
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    interleaved: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the checkpoint must hold, and its shape."""
+        q, kv, e, f = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden, self.mlp
+        linear = {"self_attn.q_proj": (q, e), "self_attn.k_proj": (kv, e), "self_attn.v_proj": (kv, e), "self_attn.o_proj": (e, q)}
+        linear |= {"mlp.gate_proj": (f, e), "mlp.up_proj": (f, e), "mlp.down_proj": (e, f)}
+        layer = {f"{name}.weight": shape for name, shape in linear.items()}
+        layer |= {"input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,)}
+        biased = {"self_attn": self.attention_bias, "mlp": self.mlp_bias}
+        layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if biased[name.split(".")[0]]}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, e), "model.norm.weight": (e,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in layer.items()}
+        return shapes | ({} if self.tied else {"lm_head.weight": (self.vocab_size, e)})
+
+
+def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Config:
+    """The Config of a decoded config.json, or a Refusal that names the key."""
+    given = {key: value for key, value in values.items() if value is not None}
+    if "model_type" not in given:
+        raise Refusal(f"{where}: no model_type, expected 'llama'; only Llama models can be run")
+    for key, value in given.items():
+        if key in _NEUTRAL and not any(type(value) is type(v) and value == v for v in _NEUTRAL[key]):
+            raise Refusal(f"{where}: {key} is {_show(value)}, expected {_NEUTRAL[key][0]!r}; only plain Llama models can be run")
+        if key not in _NEUTRAL and key not in _IGNORED and key not in _USED:
+            raise Refusal(f"{where}: unknown key {key!r} ({_show(value)}), which may change the logits; remove it if it does not")
+    sizes = {key: _whole(given, key, where) for key in _SIZES}
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    kv_heads = _whole(given, "num_key_value_heads", where) if "num_key_value_heads" in given else heads
+    if heads % kv_heads:
+        raise Refusal(f"{where}: num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}; correct config.json")
+    if "head_dim" not in given and hidden % heads:
+        raise Refusal(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
+    head_dim = _whole(given, "head_dim", where) if "head_dim" in given else hidden // heads
+    if head_dim % 2:
+        raise Refusal(f"{where}: head_dim is {head_dim}, expected an even number, as RoPE turns pairs; correct config.json")
+    theta, scaling = _rope(given, where)
+    return Config(
+        n_layers=sizes["num_hidden_layers"],
+        hidden=hidden,
+        mlp=sizes["intermediate_size"],
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=sizes["vocab_size"],
+        max_positions=sizes["max_position_embeddings"],
+        eps=_number(given, "rms_norm_eps", where) if "rms_norm_eps" in given else 1e-6,
+        theta=theta,
+        scaling=scaling,
+        tied=_flag(given, "tie_word_embeddings", where),
+        attention_bias=_flag(given, "attention_bias", where),
+        mlp_bias=_flag(given, "mlp_bias", where),
+    )
+
+
+def check_weights(config: Config, checkpoint: Checkpoint) -> None:
+    """Refuses a checkpoint whose tensors are not those of the config: names both ways, then shapes, then dtypes."""
+    wanted, stored, where = config.shapes(), checkpoint.tensors, checkpoint.folder
+    missing = sorted(set(wanted) - set(stored))
+    if missing:
+        raise Refusal(f"{where}: no tensor {missing[0]}, expected {len(wanted)} as config.json says; {len(missing)} missing")
+    # A tied head may be stored once more (the truth checks that it is the same); old files keep RoPE's frequencies.
+    extra = {n for n in set(stored) - set(wanted) if not n.endswith(".rotary_emb.inv_freq")} - {"lm_head.weight"}
+    if extra:
+        raise Refusal(f"{where}: unknown tensor {min(extra)}, expected {len(wanted)} as config.json says; {len(extra)} unknown")
+    for name, shape in wanted.items():
+        if tuple(stored[name].shape) != shape:
+            raise Refusal(f"{where}: {name} has shape {list(stored[name].shape)}, expected {list(shape)} as config.json says")
+        if stored[name].dtype not in STORED:
+            raise Refusal(f"{where}: {name} is {stored[name].dtype}, expected {', '.join(STORED)}; quantised weights cannot be run")
+
+
+def _rope(given: Mapping[str, Any], where: str) -> tuple[float, Llama3 | None]:
+    """theta and scaling from `rope_theta` + `rope_scaling` (until transformers 4) and `rope_parameters` (since 5)."""
+    thetas = {"rope_theta": _number(given, "rope_theta", where)} if "rope_theta" in given else {}
+    scalings: dict[str, Llama3 | None] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        values = given.get(key, {})
+        if not isinstance(values, dict):
+            raise Refusal(f"{where}: {key} is {_show(values)}, expected an object or null; correct config.json")
+        values = {k: v for k, v in values.items() if v is not None}
+        if not values:
+            continue  # null and {} are plain RoPE to transformers too
+        if "rope_theta" in values:
+            thetas[f"{key}.rope_theta"] = _number(values, "rope_theta", f"{where}: {key}")
+        scalings[key] = _scaling(values, f"{where}: {key}")
+    for found in (thetas, scalings):
+        if len(set(found.values())) > 1:
+            first, second = list(found.items())[:2]
+            raise Refusal(f"{where}: {first[0]} says {first[1]} but {second[0]} says {second[1]}; keep one of them")
+    return next(iter(thetas.values()), 10000.0), next(iter(scalings.values()), None)
+
+
+def _scaling(values: Mapping[str, Any], where: str) -> Llama3 | None:
+    kinds = {key: values[key] for key in ("rope_type", "type") if key in values}
+    if len({str(kind) for kind in kinds.values()}) > 1:
+        raise Refusal(f"{where}: rope_type is {kinds['rope_type']!r} but type is {kinds['type']!r}; keep one of them")
+    rest = {key: value for key, value in values.items() if key not in ("rope_type", "type", "rope_theta")}
+    if rest.get("partial_rotary_factor") == 1.0:
+        del rest["partial_rotary_factor"]
+    kind = next(iter(kinds.values()), None if rest else "default")
+    if kind not in ("default", "llama3"):
+        raise Refusal(f"{where}: rope_type is {kind!r}, expected 'default' or 'llama3'; other kinds of RoPE cannot be run")
+    unknown = sorted(set(rest) - (set(_LLAMA3) if kind == "llama3" else set()))
+    if unknown:
+        raise Refusal(f"{where}: unknown key {unknown[0]!r} ({_show(rest[unknown[0]])}) for rope_type {kind!r}; remove it")
+    if kind == "default":
+        return None
+    factor, low, high = (_number(rest, key, where) for key in _LLAMA3[:3])
+    if not low < high:
+        raise Refusal(f"{where}: low_freq_factor is {low}, expected less than high_freq_factor {high}; correct config.json")
+    return Llama3(factor, low, high, _whole(rest, _LLAMA3[3], where))
+
+
+def _whole(values: Mapping[str, Any], key: str, where: str) -> int:
+    value = values.get(key)
+    if type(value) is not int or value < 1:
+        raise Refusal(f"{where}: {key} is {_show(value)}, expected a whole number from 1; correct config.json")
+    return value
+
+
+def _number(values: Mapping[str, Any], key: str, where: str) -> float:
+    value = values.get(key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise Refusal(f"{where}: {key} is {_show(value)}, expected a number above 0; correct config.json")
+    return float(value)
+
+
+def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
+    value = values.get(key, False)
+    if type(value) is not bool:
+        raise Refusal(f"{where}: {key} is {_show(value)}, expected true or false; correct config.json")
+    return value
+
+
+def _show(value: Any) -> str:
+    text = "missing" if value is None else repr(value)
+    return text if len(text) < 60 else text[:57] + "..."

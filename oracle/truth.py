@@ -1,0 +1,309 @@
+"""The strict float64 Llama that everything is judged against: plain torch, one layer's weights at a time.
+
+transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32. Here everything is. The
+weights are the stored ones after rounding to the run's dtype, so that arithmetic is judged and not their rounding.
+
+Axes: L tokens of one segment, S tokens in a layer's cache after it, n tokens of the whole sequence; H query heads,
+K key/value heads, G = H / K query heads to each of them, D head_dim; E hidden, F the MLP's width, V vocabulary.
+
+The sequence is followed in several ways at once (whole, in chunks, token by token), each with a cache of its own in every
+layer. That they agree is the truth's first proof of itself. This module knows no noise and no port.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import linear
+
+from oracle.checkpoint import Checkpoint
+from oracle.config import Config
+from oracle.plan import Call, Plan, Refusal
+from oracle.trace import Array, Meta, Outcome, writer
+
+AGREEMENT_LIMIT = 1e-10  # step, chunked and full differ by 1e-13 of max |T|; a wrong mask, position or cache row by 1e-3 and more
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_BLOCK = 2**23  # float64 numbers in one block of scores or logits: 64 MB
+
+Change = Callable[[str, Tensor], Tensor]
+Sink = Callable[[int, dict[str, Tensor]], None]
+Progress = Callable[[str, int, int], None]
+
+
+def tap_shapes(config: Config, n: int) -> dict[str, tuple[int, ...]]:
+    """Every tap of a layer by name, in the order in which it is computed, and its shape for n tokens.
+
+    `scores` are scaled, and 0 where the mask hides a key; `activation` is silu(gate) * up, `hidden` what leaves the layer.
+    """
+    h, k, d, e, f = config.n_heads, config.n_kv_heads, config.head_dim, config.hidden, config.mlp
+    heads = {"q": (h, n, d), "k": (k, n, d), "v": (k, n, d), "q_rope": (h, n, d), "k_rope": (k, n, d), "scores": (h, n, n)}
+    rows = {"attention": h * d, "o_proj": e, "post_norm": e, "gate": f, "up": f, "activation": f, "down": e, "hidden": e}
+    return {"input_norm": (n, e)} | heads | {name: (n, width) for name, width in rows.items()}
+
+
+class Weights:
+    """The checkpoint's tensors in float64, read one at a time, after rounding to the run's dtype and then `change`."""
+
+    def __init__(self, checkpoint: Checkpoint, *, dtype: str, change: Change | None = None) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self._change = change
+
+    def __call__(self, name: str, *, rows: Tensor | None = None) -> Tensor:
+        """One tensor, or only some of its rows."""
+        stored = self.stored(name)
+        rounded = (stored if rows is None else stored[rows]).to(DTYPES[self.dtype]).to(torch.float64)
+        if not bool(torch.isfinite(rounded).all()):
+            where = f"{self.checkpoint.folder}: {name}"
+            raise Refusal(f"{where}: not finite in {self.dtype}, expected finite weights; use other weights or another --dtype")
+        return rounded if self._change is None else self._change(name, rounded)
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as stored, mapped from its file."""
+        file = self.checkpoint.tensors[name].file
+        with safe_open(str(file), framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+    def layer(self, config: Config, i: int) -> dict[str, Tensor]:
+        """One layer's tensors by the rest of their names."""
+        prefix = f"model.layers.{i}."
+        return {name.removeprefix(prefix): self(name) for name in config.shapes() if name.startswith(prefix)}
+
+    def head(self, config: Config) -> Tensor:
+        """The matrix that makes logits, (V, E)."""
+        embedding = "model.embed_tokens.weight"
+        if not config.tied:
+            return self("lm_head.weight")
+        if "lm_head.weight" in self.checkpoint.tensors and not torch.equal(self.stored("lm_head.weight"), self.stored(embedding)):
+            raise Refusal(
+                f"{self.checkpoint.folder}: lm_head.weight differs from {embedding} though tie_word_embeddings is true; correct config.json"
+            )
+        return self(embedding)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One way of following the sequence: its spans, and its hidden states, which every layer replaces."""
+
+    spans: list[tuple[int, int]]
+    hidden: Tensor
+
+
+@torch.inference_mode()
+def follow(
+    weights: Weights,
+    config: Config,
+    tokens: Sequence[int],
+    *,
+    segments: Mapping[str, Sequence[int]],
+    taps: frozenset[str] = frozenset(),
+    sink: Sink | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """What enters the head, (n, E), for each way of cutting the sequence into segments.
+
+    `sink` is given each layer's number and, of the first way, its `keys` (after RoPE) and `values`, both (K, n, D), and
+    the taps asked for, which need that way to be a single segment.
+    """
+    n, ids = len(tokens), torch.tensor(tokens)
+    embedded = weights("model.embed_tokens.weight", rows=ids)  # [n, E]
+    streams = {name: _Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
+    watched = next(iter(streams))
+    if taps and len(streams[watched].spans) > 1:
+        raise ValueError(f"truth: {watched} has {len(streams[watched].spans)} segments, expected one for taps")
+    tables = rope_tables(config, n)
+    for i in range(config.n_layers):
+        if progress:
+            progress("truth (float64), layers", i, config.n_layers)
+        layer = _Layer(config, weights.layer(config, i), tables)
+        for name, stream in streams.items():
+            seen = dict.fromkeys(taps) if name == watched else {}
+            keys, values = layer.run(stream, seen)
+            if sink and name == watched:
+                sink(i, {"keys": keys, "values": values} | {k: v for k, v in seen.items() if v is not None})
+    norm = weights("model.norm.weight")
+    return {name: rms_norm(stream.hidden, norm, config.eps) for name, stream in streams.items()}
+
+
+class _Layer:
+    """One decoder layer, followed segment by segment against its own cache."""
+
+    def __init__(self, config: Config, weights: Mapping[str, Tensor], tables: tuple[Tensor, Tensor]) -> None:
+        self.config, self.weights, self.tables = config, weights, tables
+
+    def run(self, stream: _Stream, seen: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Replaces the stream's hidden states; returns the keys and values of all its tokens, each (K, n, D)."""
+        shape = (self.config.n_kv_heads, len(stream.hidden), self.config.head_dim)
+        cache = torch.full(shape, math.nan, dtype=torch.float64), torch.full(shape, math.nan, dtype=torch.float64)
+        for start, stop in stream.spans:
+            stream.hidden[start:stop] = self._segment(stream.hidden[start:stop], start, cache, seen)
+        return cache
+
+    def _segment(self, x: Tensor, start: int, cache: tuple[Tensor, Tensor], seen: dict[str, Any]) -> Tensor:
+        c, (L, _) = self.config, x.shape
+        stop = start + L
+        normed = rms_norm(x, self.weights["input_layernorm.weight"], c.eps)
+        q, k, v = (self._linear(f"self_attn.{name}_proj", normed).view(L, -1, c.head_dim).transpose(0, 1) for name in "qkv")  # [H or K, L, D]
+        cos, sin = (table[start:stop] for table in self.tables)
+        queries, keys = (rotate(t, cos, sin, interleaved=c.interleaved) for t in (q, k))
+        cache[0][:, start:stop], cache[1][:, start:stop] = keys, v
+        _keep(seen, input_norm=normed, q=q, k=k, v=v, q_rope=queries, k_rope=keys)
+        mixed = attend(queries, cache[0][:, :stop], cache[1][:, :stop], start=start, seen=seen)  # [L, H * D]
+        out = self._linear("self_attn.o_proj", mixed)
+        x = x + out
+        post = rms_norm(x, self.weights["post_attention_layernorm.weight"], c.eps)
+        gate, up = self._linear("mlp.gate_proj", post), self._linear("mlp.up_proj", post)
+        activation = gate * torch.sigmoid(gate) * up
+        down = self._linear("mlp.down_proj", activation)
+        x = x + down
+        _keep(seen, attention=mixed, o_proj=out, post_norm=post, gate=gate, up=up, activation=activation, down=down, hidden=x)
+        return x
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, start: int, seen: dict[str, Any] | None = None) -> Tensor:
+    """Causal attention of queries (H, L, D) at positions from `start` on over keys and values (K, S, D), to (L, H * D)."""
+    (H, L, D), (K, S, _) = queries.shape, keys.shape
+    grouped = queries.reshape(K, H // K, L, D)
+    rows = max(1, _BLOCK // (H * S))
+    mixed, kept = [], []
+    for first in range(0, L, rows):
+        block = grouped[:, :, first : first + rows]  # [K, G, rows, D]
+        scores = block @ keys[:, None].transpose(-1, -2) / math.sqrt(D)  # [K, G, rows, S]
+        hidden = hides(first + start, block.shape[2], S)
+        mixed.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ values[:, None])
+        if seen and "scores" in seen:
+            kept.append(scores.masked_fill(hidden, 0.0).flatten(0, 1))
+    if kept:
+        _keep(seen or {}, scores=torch.cat(kept, dim=1))
+    return torch.cat(mixed, dim=2).flatten(0, 1).transpose(0, 1).reshape(L, H * D)
+
+
+def hides(start: int, rows: int, columns: int) -> Tensor:
+    """The causal mask: True where the token at position start + row may not see the key at that column."""
+    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over its root mean square, times the weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rope_tables(config: Config, n: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (n, D / 2), of the angles of positions 0 to n - 1, all in float64."""
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * inverse_frequencies(config)
+    return angles.cos(), angles.sin()
+
+
+def inverse_frequencies(config: Config) -> Tensor:
+    """One frequency for each pair that RoPE turns, (D / 2,)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    plain = config.theta**-exponents
+    if config.scaling is None:
+        return plain
+    s = config.scaling
+    # Turns that a pair makes over the original context: many are kept, few are slowed down, the rest blends.
+    turns = s.original_max_position_embeddings * plain / (2 * math.pi)
+    share = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
+    return share * plain + (1.0 - share) * plain / s.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x (heads, L, D) with its pairs (i, i + D / 2) turned, or its pairs (2i, 2i + 1) where interleaved."""
+    if interleaved:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def write(
+    path: Path,
+    weights: Weights,
+    config: Config,
+    *,
+    plan: Plan,
+    segments: Mapping[str, Sequence[int]],
+    taps: frozenset[str] = frozenset({"hidden"}),
+    environment: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> tuple[float, float]:
+    """Writes the trace of a plan of one call, followed as `segments` say, the first of them whole.
+
+    Returns max |T|, and the largest difference of a logit between the first way and any other: the first proof.
+    """
+    call = plan.steps[-1]
+    if not isinstance(call, Call) or len(plan.steps) > 2:
+        raise ValueError(f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache")
+    n, shapes = len(call.tokens), tap_shapes(config, len(call.tokens))
+    kv = (config.n_kv_heads, n, config.head_dim)
+    names = {"keys": f"kv/{call.cache}/{{:03d}}/keys", "values": f"kv/{call.cache}/{{:03d}}/values"}
+    names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
+    arrays: dict[str, tuple[type, tuple[int, ...]]] = {"positions": (np.int32, (n,)), "steps": (np.int32, (n,))}
+    arrays["logits"] = (np.float64, (n, config.vocab_size))
+    arrays |= {name.format(i): (np.float64, shapes.get(key, kv)) for key, name in names.items() for i in range(config.n_layers)}
+    meta = _meta(weights, plan, environment)
+    with writer(path, meta, arrays) as out:
+
+        def sink(i: int, seen: dict[str, Tensor]) -> None:
+            for key, tensor in seen.items():
+                out.arrays[names[key].format(i)][...] = tensor.numpy()
+
+        streams = follow(weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress)
+        most, apart = write_logits(streams, weights.head(config), out.arrays["logits"])
+        out.arrays["positions"][...] = np.arange(n)
+        out.arrays["steps"][...] = len(plan.steps) - 1
+        out.finish(meta.to_json())
+    return most, apart
+
+
+def _meta(weights: Weights, plan: Plan, environment: Mapping[str, Any] | None) -> Meta:
+    return Meta(
+        plan=plan,
+        engine="truth",
+        engine_version=torch.__version__,
+        dtype="float64",
+        weights_dtype=weights.dtype,
+        fingerprint=weights.checkpoint.fingerprint,
+        config_digest=weights.checkpoint.config_digest,
+        outcomes=[Outcome() for _ in plan.steps],
+        environment=dict(environment or {}),
+    )
+
+
+@torch.inference_mode()
+def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tuple[float, float]:
+    """Fills `out` (n, V) with the first stream's logits; returns max |logit| and the largest difference to any other stream's."""
+    (name, first), *others = streams.items()
+    most = apart = 0.0
+    rows = max(1, _BLOCK // len(head))
+    for start in range(0, len(first), rows):
+        logits = first[start : start + rows] @ head.T
+        if not bool(torch.isfinite(logits).all()):
+            raise Refusal(f"truth: logits of {name} at positions from {start} on are not finite, expected finite ones; check the weights")
+        out[start : start + rows] = logits.numpy()
+        most = max(most, float(logits.abs().max()))
+        for _, other in others:
+            apart = max(apart, float((other[start : start + rows] @ head.T - logits).abs().nan_to_num(math.inf).max()))
+    return most, apart
+
+
+def _spans(sizes: Sequence[int], n: int) -> list[tuple[int, int]]:
+    stops = np.cumsum(sizes).tolist()
+    if min(sizes) < 1 or stops[-1] != n:
+        raise ValueError(f"truth: segments {list(sizes)} do not add up to {n} tokens")
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _keep(seen: dict[str, Any], **values: Tensor) -> None:
+    seen.update({name: value for name, value in values.items() if name in seen})
