@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mlxkv.engines.job import AlreadySaid
 from mlxkv.progress import bar
+from mlxkv.report.text import columns
 from oracle.plan import Refusal
 
 ENGINES = ("mlxkv", "mlx-lm")
@@ -39,7 +41,9 @@ class Speed:
         return median(self.ratios)
 
 
-def speeds(folder: Path, *, dtype: str, device: str, lengths: tuple[int, ...], decode: int, rounds: int) -> tuple[list[Speed], dict[str, Any]]:
+def speeds(
+    folder: Path, *, dtype: str, device: str, lengths: tuple[int, ...], decode: int, rounds: int
+) -> tuple[list[Speed], dict[str, Any]]:
     """Prefill of each length and decoding after it, in turns; and the environment of the port's process."""
     results: dict[str, dict[str, list[float]]] = {}
     with _worker("mlxkv", folder, dtype, device) as port, _worker("mlx-lm", folder, dtype, device) as other:
@@ -90,8 +94,60 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
     if not answer:
         if worker.wait() == 2:
             raise AlreadySaid
-        raise Refusal(f"bench: the process of {' '.join(worker.args[3:4])} ended with {worker.returncode}; see above")  # type: ignore[index]
+        raise Refusal(f"bench: an engine's process ended with exit code {worker.returncode}; see above")
     return json.loads(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What one comparison took: seconds in all and in the port's forward calls, seconds and peak bytes by process."""
+
+    what: str
+    seconds: float
+    forward: float
+    processes: dict[str, dict[str, float]]
+
+
+def compare_takes(arguments: list[str]) -> list[Take]:
+    """A first comparison, which asks the oracle afresh, and a second, which uses its answer again."""
+    takes = []
+    for what, more in (("first", ["--fresh"]), ("second", [])):
+        with tempfile.TemporaryDirectory() as out:
+            begun = time.perf_counter()
+            command = [sys.executable, "-m", "mlxkv", "compare", *arguments, "--json", "--out", out, *more]
+            ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+            seconds = time.perf_counter() - begun
+        if ended.returncode == 2:
+            raise AlreadySaid
+        took = {name: t for name, t in json.loads(ended.stdout)["took"].items() if t is not None}
+        takes.append(Take(what, seconds, sum(t["forward"] for t in took.values()), took))
+    return takes
+
+
+def to_json(speeds: list[Speed], takes: list[Take], environment: dict[str, Any]) -> dict[str, Any]:
+    """`mlxkv-bench/1`"""
+    return {
+        "format": "mlxkv-bench/1",
+        "environment": environment,
+        "speeds": [asdict(s) | {"ratio": s.ratio} for s in speeds],
+        "compare": [asdict(t) for t in takes],
+    }
+
+
+def text(model: str, speeds: list[Speed], takes: list[Take], environment: dict[str, Any]) -> str:
+    """The tables that a person reads."""
+    lines = [f"{model}  mlx {environment['mlx']} {environment['device']} ({environment['blas']})  {environment['cpu']}", ""]
+    rows = [(s.what, f"{s.port:.1f}", f"{s.other:.1f}", f"{s.ratio:.2f}", f"{min(s.ratios):.2f} to {max(s.ratios):.2f}") for s in speeds]
+    lines += columns(("tokens per second", "port", "mlx-lm", "ratio", "its range"), rows, left={0})
+    for take in takes:
+        rest = take.seconds - take.forward
+        lines += [
+            "",
+            f"{take.what} compare: {take.seconds:.1f} s, of which {take.forward:.1f} s forward calls of the port and {rest:.1f} s else",
+        ]
+        cells = [(name, f"{t['seconds']:.1f}", f"{t['peak_bytes'] / 1e9:.2f}") for name, t in take.processes.items()]
+        lines += columns(("process", "seconds", "peak GB"), cells, left={0})
+    return "\n".join(lines) + "\n"
 
 
 def serve(engine: str, folder: str, dtype: str, device: str) -> None:
@@ -107,7 +163,6 @@ def serve(engine: str, folder: str, dtype: str, device: str) -> None:
 
 
 def _port(folder: str, dtype: str) -> Any:
-    import mlx.core as mx
 
     from mlxkv.port.cache import Cache
     from mlxkv.port.weights import load
@@ -118,10 +173,10 @@ def _port(folder: str, dtype: str) -> Any:
     def turn(prefill: int, decode: int) -> list[float]:
         cache = Cache(model.config, dtype=dtype)
         begun = time.perf_counter()
-        token = int(mx.argmax(model([_tokens(prefill, V)], cache=cache)[0]).item())
+        token = _best(model([_tokens(prefill, V)], cache=cache)[0])
         prefilled = time.perf_counter()
         for _ in range(decode):
-            token = int(mx.argmax(model([[token]], cache=cache)[0]).item())
+            token = _best(model([[token]], cache=cache)[0])
         return [prefilled - begun, time.perf_counter() - prefilled]
 
     return turn
@@ -150,13 +205,19 @@ def _mlx_lm(folder: str, dtype: str) -> Any:
         if prefill > 1:
             model(ids[:, :-1], cache=cache)
             mx.eval([c.state for c in cache])
-        token = int(mx.argmax(model(ids[:, -1:], cache=cache)[0, -1]).item())
+        token = _best(model(ids[:, -1:], cache=cache)[0, -1])
         prefilled = time.perf_counter()
         for _ in range(decode):
-            token = int(mx.argmax(model(mx.array([[token]]), cache=cache)[0, -1]).item())
+            token = _best(model(mx.array([[token]]), cache=cache)[0, -1])
         return [prefilled - begun, time.perf_counter() - prefilled]
 
     return turn
+
+
+def _best(logits: Any) -> int:
+    import mlx.core as mx
+
+    return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
 def _tokens(n: int, vocab: int) -> list[int]:

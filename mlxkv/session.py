@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxkv.engines import job, oracle
@@ -33,7 +33,7 @@ class Request:
     chunks: tuple[int, ...] | None = None
     dtype: str | None = None
     device: str = "auto"
-    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    threads: int | None = None
     oracle: Path | None = None
     fresh: bool = False
 
@@ -72,7 +72,7 @@ def _follow(
     """The port's traces of the plans in one dtype, each from this very run."""
     out.mkdir(parents=True)
     work = job.Job(str(checkpoint.folder), plans, out, dtype, weights_dtype, device)
-    finished = job.start(["mlxkv.engines.port", str(work.save())])
+    finished = work.run("mlxkv.engines.port")
     return tuple(trace.read(work.trace(plan)) for plan in plans), finished
 
 
@@ -105,7 +105,7 @@ def _question(request: Request, checkpoint: Checkpoint) -> oracle.Question:
         steps=steps,
         chunks=request.chunks,
         dtype=request.dtype or "float32",
-        threads=request.threads,
+        threads=os.cpu_count() or 1 if request.threads is None else request.threads,
     )
 
 

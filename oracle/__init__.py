@@ -1,1 +1,22 @@
 """The CPU reference: torch and transformers follow a plan, a strict float64 forward says what is true."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oracle.folder import run
+    from oracle.plan import Plan
+    from oracle.trace import Trace
+
+__all__ = ["Plan", "Trace", "run"]
+_HOME = {"Plan": "oracle.plan", "Trace": "oracle.trace", "run": "oracle.folder"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'oracle' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -16,19 +16,20 @@ from oracle.plan import Refusal
 if TYPE_CHECKING:
     from oracle.checkpoint import Checkpoint
 
-# Of no effect on the logits of a trained Llama: made for training, for text generation, or for book-keeping.
-_IGNORED = frozenset(
-    """
-    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop pretraining_tp use_cache gradient_checkpointing
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length min_length do_sample early_stopping num_beams
-    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_new_tokens
-    _name_or_path name_or_path torch_dtype dtype transformers_version transformers.js_config is_llama_config id2label label2id num_labels
-    finetuning_task problem_type task_specific_params tokenizer_class prefix output_attentions output_hidden_states output_scores
-    return_dict return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward unsloth_version unsloth_fixed
-    """.split()
-)
+# Of no effect on the logits of a trained Llama, by what they are for.
+_IGNORED = {
+    "training": "initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop gradient_checkpointing pretraining_tp",
+    "special tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id",
+    "text generation": """use_cache max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups temperature
+        top_k top_p typical_p diversity_penalty repetition_penalty length_penalty exponential_decay_length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens num_return_sequences remove_invalid_values""",
+    "book-keeping": """_name_or_path name_or_path torch_dtype dtype transformers_version transformers.js_config is_llama_config
+        tokenizer_class prefix task_specific_params finetuning_task problem_type id2label label2id num_labels output_attentions
+        output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss
+        chunk_size_feed_forward _attn_implementation_autoset unsloth_version unsloth_fixed""",
+    "other models": "sliding_window",
+}
+_WITHOUT_EFFECT = {key for keys in _IGNORED.values() for key in keys.split()}
 # These would change the model, so only the value that leaves it a Llama is accepted. Null always counts as absent.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
@@ -45,10 +46,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, []),
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-_USED = frozenset(
-    (*_SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters")
-    + ("tie_word_embeddings", "attention_bias", "mlp_bias")
-)
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_USED = {*_SIZES, *_ROPE, "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"}
 STORED = ("F32", "BF16", "F16", "F64")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -65,7 +64,10 @@ class Llama3:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A Llama's sizes and constants. `interleaved` rotates pairs (2i, 2i+1): a wrong reading, never made by read_config, to try as a suspect."""
+    """A Llama's sizes and constants.
+
+    `interleaved` turns the pairs (2i, 2i + 1) instead of (i, i + head_dim / 2): read_config never says so, it is a suspect.
+    """
 
     n_layers: int
     hidden: int
@@ -88,13 +90,30 @@ class Config:
         q, kv, e, f = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden, self.mlp
         linear = {"self_attn.q_proj": (q, e), "self_attn.k_proj": (kv, e), "self_attn.v_proj": (kv, e), "self_attn.o_proj": (e, q)}
         linear |= {"mlp.gate_proj": (f, e), "mlp.up_proj": (f, e), "mlp.down_proj": (e, f)}
-        layer = {f"{name}.weight": shape for name, shape in linear.items()}
+        layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
         layer |= {"input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,)}
         biased = {"self_attn": self.attention_bias, "mlp": self.mlp_bias}
         layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if biased[name.split(".")[0]]}
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, e), "model.norm.weight": (e,)}
         shapes |= {f"model.layers.{i}.{name}": shape for i in range(self.n_layers) for name, shape in layer.items()}
         return shapes | ({} if self.tied else {"lm_head.weight": (self.vocab_size, e)})
+
+    def taps(self, n: int) -> dict[str, tuple[int, ...]]:
+        """Every place inside a layer that can be recorded, in the order of computation, and its shape for n tokens.
+
+        `scores` are scaled, and 0 where the mask hides a key; `activation` is silu(gate) * up, `hidden` what leaves the layer.
+        """
+        h, k, d, e, f = self.n_heads, self.n_kv_heads, self.head_dim, self.hidden, self.mlp
+        heads: dict[str, tuple[int, ...]] = {
+            "q": (h, n, d),
+            "k": (k, n, d),
+            "v": (k, n, d),
+            "q_rope": (h, n, d),
+            "k_rope": (k, n, d),
+            "scores": (h, n, n),
+        }
+        rows = {"attention": h * d, "o_proj": e, "post_norm": e, "gate": f, "up": f, "activation": f, "down": e, "hidden": e}
+        return {"input_norm": (n, e), **heads, **{name: (n, width) for name, width in rows.items()}}
 
 
 def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Config:
@@ -105,7 +124,7 @@ def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Con
     for key, value in given.items():
         if key in _NEUTRAL and not any(type(value) is type(v) and value == v for v in _NEUTRAL[key]):
             raise Refusal(f"{where}: {key} is {_show(value)}, expected {_NEUTRAL[key][0]!r}; only plain Llama models can be run")
-        if key not in _NEUTRAL and key not in _IGNORED and key not in _USED:
+        if key not in _NEUTRAL and key not in _WITHOUT_EFFECT and key not in _USED:
             raise Refusal(f"{where}: unknown key {key!r} ({_show(value)}), which may change the logits; remove it if it does not")
     sizes = {key: _whole(given, key, where) for key in _SIZES}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
@@ -134,6 +153,11 @@ def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Con
         attention_bias=_flag(given, "attention_bias", where),
         mlp_bias=_flag(given, "mlp_bias", where),
     )
+
+
+def effective(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that can change a logit: what transformers is given, where a sliding_window would shorten the cache."""
+    return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:
@@ -203,7 +227,7 @@ def _whole(values: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:
-    value = values.get(key)
+    value: Any = values.get(key)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise Refusal(f"{where}: {key} is {_show(value)}, expected a number above 0; correct config.json")
     return float(value)

@@ -89,16 +89,17 @@ def _declared(path: Path, entries: Any, base: int, size: int) -> dict[str, Tenso
 def _by_index(folder: Path) -> dict[str, Tensor]:
     where = _index(folder)
     found: dict[str, Tensor] = {}
-    for shard in sorted(set(where.values())):
-        if not (folder / shard).exists():
-            raise Refusal(f"{folder / shard}: no such file, expected it as {INDEX} names it; download the folder again")
-        for name, tensor in header(folder / shard).items():
+    shards = [folder / shard for shard in sorted(set(where.values()))]
+    for path in shards:
+        if not path.exists():
+            raise Refusal(f"{path}: no such file, expected it as {INDEX} names it; download the folder again")
+    for path in shards:
+        for name, tensor in header(path).items():
             if name in found:
-                raise Refusal(f"{folder / shard}: {name} is in {found[name].file.name} too, expected it once; download the folder again")
-            if where.get(name) != shard:
-                raise Refusal(
-                    f"{folder / shard}: holds {name}, expected it in {where.get(name)} as {INDEX} says; download the folder again"
-                )
+                raise Refusal(f"{path}: {name} is in {found[name].file.name} too, expected it once; download the folder again")
+            if where.get(name) != path.name:
+                expected = f"in {where[name]}" if name in where else "nowhere"
+                raise Refusal(f"{path}: holds {name}, expected it {expected} as {INDEX} says; download the folder again")
             found[name] = tensor
     missing = sorted(set(where) - set(found))
     if missing:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -390,3 +390,36 @@ def sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
+
+
+def inputs_digest(
+    *,
+    fingerprint: str,
+    config_digest: str,
+    tokens: Sequence[int],
+    prompt_tokens: int,
+    steps: int,
+    chunks: Sequence[int] | None,
+    dtype: str,
+    threads: int,
+) -> str:
+    """One digest of all that an oracle's results depend on; torch and transformers are asked for their versions, not imported.
+
+    `tokens` are those given, before the `steps` greedy ones.
+    """
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    inputs = {
+        "weights": [fingerprint, config_digest],
+        "tokens": [list(tokens), prompt_tokens, steps, None if chunks is None else list(chunks)],
+        "run": [dtype, threads],
+        "versions": [version("torch"), version("transformers")],
+        "sources": {path.name: sha256(path) for path in sorted(Path(__file__).parent.glob("*.py"))},
+    }
+    return hashlib.sha256(_sorted_json(inputs).encode()).hexdigest()

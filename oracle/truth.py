@@ -29,24 +29,12 @@ from oracle.config import Config
 from oracle.plan import Call, Plan, Refusal
 from oracle.trace import Array, Meta, Outcome, writer
 
-AGREEMENT_LIMIT = 1e-10  # step, chunked and full differ by 1e-13 of max |T|; a wrong mask, position or cache row by 1e-3 and more
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK = 2**23  # float64 numbers in one block of scores or logits: 64 MB
 
 Change = Callable[[str, Tensor], Tensor]
 Sink = Callable[[int, dict[str, Tensor]], None]
 Progress = Callable[[str, int, int], None]
-
-
-def tap_shapes(config: Config, n: int) -> dict[str, tuple[int, ...]]:
-    """Every tap of a layer by name, in the order in which it is computed, and its shape for n tokens.
-
-    `scores` are scaled, and 0 where the mask hides a key; `activation` is silu(gate) * up, `hidden` what leaves the layer.
-    """
-    h, k, d, e, f = config.n_heads, config.n_kv_heads, config.head_dim, config.hidden, config.mlp
-    heads = {"q": (h, n, d), "k": (k, n, d), "v": (k, n, d), "q_rope": (h, n, d), "k_rope": (k, n, d), "scores": (h, n, n)}
-    rows = {"attention": h * d, "o_proj": e, "post_norm": e, "gate": f, "up": f, "activation": f, "down": e, "hidden": e}
-    return {"input_norm": (n, e)} | heads | {name: (n, width) for name, width in rows.items()}
 
 
 class Weights:
@@ -151,7 +139,8 @@ class _Layer:
         c, (L, _) = self.config, x.shape
         stop = start + L
         normed = rms_norm(x, self.weights["input_layernorm.weight"], c.eps)
-        q, k, v = (self._linear(f"self_attn.{name}_proj", normed).view(L, -1, c.head_dim).transpose(0, 1) for name in "qkv")  # [H or K, L, D]
+        projected = (self._linear(f"self_attn.{name}_proj", normed) for name in "qkv")
+        q, k, v = (t.view(L, -1, c.head_dim).transpose(0, 1) for t in projected)  # [H or K, L, D]
         cos, sin = (table[start:stop] for table in self.tables)
         queries, keys = (rotate(t, cos, sin, interleaved=c.interleaved) for t in (q, k))
         cache[0][:, start:stop], cache[1][:, start:stop] = keys, v
@@ -245,7 +234,7 @@ def write(
     call = plan.steps[-1]
     if not isinstance(call, Call) or len(plan.steps) > 2:
         raise ValueError(f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache")
-    n, shapes = len(call.tokens), tap_shapes(config, len(call.tokens))
+    n, shapes = len(call.tokens), config.taps(len(call.tokens))
     kv = (config.n_kv_heads, n, config.head_dim)
     names = {"keys": f"kv/{call.cache}/{{:03d}}/keys", "values": f"kv/{call.cache}/{{:03d}}/values"}
     names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
@@ -294,7 +283,7 @@ def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tup
         out[start : start + rows] = logits.numpy()
         most = max(most, float(logits.abs().max()))
         for _, other in others:
-            apart = max(apart, float((other[start : start + rows] @ head.T - logits).abs().nan_to_num(math.inf).max()))
+            apart = max(apart, float((other[start : start + rows] @ head.T - logits).abs().max().nan_to_num(nan=math.inf)))
     return most, apart
 
 

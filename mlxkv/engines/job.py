@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oracle.plan import Plan, Refusal, from_json
@@ -30,6 +31,15 @@ class Job:
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
         return self.out / f"{plan.name}.safetensors"
+
+    def report(self, forward: float) -> None:
+        """Leaves word of the seconds spent in forward calls."""
+        write_text(self.out / "forward.txt", f"{forward}\n")
+
+    def run(self, module: str) -> Finished:
+        """Starts the engine's process on this job and waits for its end."""
+        finished = start([module, str(self.save())])
+        return replace(finished, forward=float((self.out / "forward.txt").read_text(encoding="utf-8")))
 
     def save(self) -> Path:
         """The job's file, which the engine's process reads."""
@@ -55,16 +65,15 @@ def read(path: Path) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What the system counted for a process that ended well."""
+    """What the system counted for a process that ended well; `forward` is the part spent in the engine's forward calls."""
 
     seconds: float
     peak_bytes: int
+    forward: float = 0.0
 
 
 def start(arguments: list[str], *, quiet: bool = False) -> Finished:
     """Runs `python -m ...` to its end. Its stderr is ours, so its refusal has been read when it exits with 2."""
-    import time
-
     begun = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],

@@ -6,6 +6,7 @@ aborts takes no report with it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class Runner:
         self.positions: list[Array] = []
         self.steps: list[Array] = []
         self.outcomes: list[Outcome] = []
+        self.seconds = 0.0
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> Runner:
         """Every step in order; a step that fails keeps its error's text and the next one follows."""
@@ -85,7 +87,9 @@ class Runner:
         cache = self.caches[name]
         held = len(cache)
         whole = self.plan.rows == "all"
+        begun = time.perf_counter()
         rows = self._host(self.model([tokens], cache=cache, index_pos=index_pos, all_positions=whole)[0])
+        self.seconds += time.perf_counter() - begun
         rows = rows if whole else rows[None]
         last = held + len(tokens)
         self.rows.append(rows)
@@ -152,11 +156,14 @@ def follow(job: Job) -> None:
         environment=environment,
         probes=probes,
     )
+    seconds = 0.0
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
     with bar(label, sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:
             runner = Runner(model, plan, guarded=job.guarded).run(advance)
+            seconds += runner.seconds
             write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+    job.report(seconds)
 
 
 def probe() -> dict[str, float]:

@@ -8,7 +8,7 @@ checked here: that is a number, and a wrong one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from oracle.trace import Manifest, Trace, read, read_arrays, read_manifest
 Array = npt.NDArray[Any]
 
 CACHE = "a"  # the name that judged plans give their one cache
+ORDER = ("full", "step", "prefixes", "chunked")  # of the judged plans
 DTYPES = ("float32", "float16", "bfloat16")
 FLOORS_FORMAT = "mlxkv-floors/1"
 HELD_OUT = "sdpa-step"  # the pool member whose logits are kept as reference-step
@@ -84,6 +85,9 @@ def case_reasons(case: Case) -> list[str]:
     reasons = door(truth, "full", case, dtype="float64")
     if not reasons and not np.array_equal(truth.positions, np.arange(n)):
         reasons.append(f"{truth.label}: positions are not 0 to {n - 1} in order; make the folder again")
+    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
+    if any(pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs):
+        reasons.append(f"{truth.label}: keys and values are not those of {n} tokens in every layer; make the folder again")
     for name, reference in case.references.items():
         reasons += door(reference, name, case, dtype=case.manifest.dtype)
     wanted = [name for name in ("full", "step", "chunked") if name in case.manifest.plans]
@@ -112,6 +116,23 @@ def door(trace: Trace, plan: str, case: Case, *, dtype: str) -> list[str]:
     return reasons + _shape_reasons(trace, case, dtype) + _position_reasons(trace, case)
 
 
+def admit(case: Case, traces: Mapping[str, Trace], dtype: str) -> tuple[dict[str, Trace], list[str]]:
+    """The traces that may be measured, in the order of the plans, and why the others may not."""
+    inside, reasons = {}, []
+    for plan in sorted(traces, key=lambda p: (ORDER.index(p) if p in ORDER else len(ORDER), p)):
+        odd = door(traces[plan], plan, case, dtype=dtype)
+        reasons += odd
+        if not odd:
+            inside[plan] = traces[plan]
+    return inside, reasons
+
+
+def engine_reasons(traces: Sequence[Trace]) -> list[str]:
+    """Whether the traces are of one engine."""
+    engines = sorted({f"{t.meta.engine} {t.meta.engine_version}".strip() for t in traces})
+    return [f"candidate: traces of {', '.join(engines)}, expected one engine; judge each by itself"] if len(engines) > 1 else []
+
+
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token: what every engine can give a row for."""
     ends, held = set(), 0
@@ -125,9 +146,8 @@ def asked(plan: Plan) -> set[int]:
 
 
 def layers(trace: Trace) -> int:
-    """How many layers of the judged plans' cache a trace holds keys or values of."""
-    numbers = [int(name.split("/")[2]) for name in trace.arrays if name.startswith(f"kv/{CACHE}/")]
-    return max(numbers) + 1 if numbers else 0
+    """How many layers' keys or values a trace holds of the judged plans' cache."""
+    return len({name.split("/")[2] for name in trace.arrays if name.startswith(f"kv/{CACHE}/")})
 
 
 def cache_reasons(trace: Trace, truth: Trace) -> list[str]:

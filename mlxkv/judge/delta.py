@@ -93,7 +93,7 @@ def figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str) -> Figure
             x, t = trace.logits[order[part]].astype(np.float64), truth.logits[positions[part]]
             e = x - t
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
-                squares[name] += float(np.vdot(u, w))
+                squares[name] += float(np.einsum("rv,rv->", u, w))
             largest.append(float(np.abs(e).max()))
             kl += float(_kl(t, e).sum())
             top1 += int((x.argmax(1) == rows.best[positions[part]]).sum())
@@ -129,7 +129,7 @@ def pair(a: Trace, b: Trace, positions: Sequence[int], *, names: tuple[Run, Run]
             x, y = a.logits[rows_a[part]], b.logits[rows_b[part]]
             d = np.subtract(x, y, dtype=np.float64)
             row_max[part] = np.maximum(d.max(1), -d.min(1))
-            squares += float(np.vdot(d, d))
+            squares += float(np.einsum("rv,rv->", d, d))
             equal += int((x.argmax(1) == y.argmax(1)).sum())
             largest.append(float(np.maximum(y.max(), -y.min())))
     runs = names or (Run(a.meta.engine, a.meta.plan.name), Run(b.meta.engine, b.meta.plan.name))
@@ -177,4 +177,4 @@ def _kl(t: Floats, e: Floats) -> Floats:
         return np.asarray(near)
     most = (z + e).max(1)
     far = most + np.log(np.exp(z + e - most[:, None]).sum(1)) - np.log(total)
-    return np.where(e.max(1) <= 1.0, near, far)
+    return np.asarray(np.where(e.max(1) <= 1.0, near, far))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, cache_largest, ulp
+from mlxkv.judge.measure import Floats, TruthRows, ulp
 
 NEAR = 8  # positions on either side (DESIGN): a window of 17 rows over 5 runs settles an rms to some 10 %
 
@@ -42,9 +42,9 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     )
 
 
-def cache_floors(case: Case) -> Floats:
-    """The floors of keys and values, (keys and values, layers, K, n)."""
-    least = ulp(cache_largest(case.truth), case.manifest.dtype)
+def cache_floors(case: Case, largest: Floats) -> Floats:
+    """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth."""
+    least = ulp(largest, case.manifest.dtype)
     raw = [np.asarray(case.floors[name], np.float64) for name in ("keys", "values")]
     return np.stack([np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)])
 

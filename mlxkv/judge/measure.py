@@ -120,17 +120,19 @@ def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
     return np.stack([rms for rms, _ in found], 1), np.stack([worst for _, worst in found], 1)
 
 
-def cache_largest(truth: Trace) -> Floats:
-    """The largest |value| of each row of the cache, (keys and values, layers, K, n)."""
+def cache_largest(truth: Trace) -> Floats | None:
+    """The largest |value| of each row of the cache, (keys and values, layers, K, n); None where the trace has no cache."""
     pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
-    return np.stack([np.stack([np.abs(a).max(-1) for a in pair]) for pair in pairs if pair is not None], 1)
+    rows = [np.stack([np.abs(array).max(-1) for array in pair]) for pair in pairs if pair is not None]
+    return np.stack(rows, 1) if rows else None
 
 
 def ulp(values: Floats, dtype: str) -> Floats:
     """One unit in the last place of each value, in `dtype`; that of the least normal number below it."""
     bits, least = _DIGITS[dtype]
     _, exponent = np.frexp(values)
-    return np.asarray(np.ldexp(1.0, np.maximum(exponent - 1, least) - bits))
+    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least))
+    return np.asarray(np.ldexp(1.0, exponent - bits))
 
 
 def in_order(trace: Trace) -> tuple[Array, Array, int]:

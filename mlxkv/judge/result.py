@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mlxkv.judge.delta import Figures, Tables
+from oracle.trace import Manifest, Trace
 
 FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
@@ -55,7 +56,7 @@ class Gate:
         """For finding the worst of several: value over limit, and -1 for a gate that did not run."""
         if not self.ran:
             return -1.0
-        if not (self.value <= self.limit) and not (self.value / max(self.limit, 5e-324) < math.inf):
+        if math.isnan(self.value):
             return math.inf
         return self.value / self.limit if self.limit > 0 else self.value
 
@@ -166,6 +167,22 @@ class Verdict:
         }
         plain: dict[str, Any] = _plain(value)
         return plain
+
+
+def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
+    """Of the traces given, all of one engine, the first speaks for all."""
+    meta = traces[0].meta if traces else None
+    return Subject(
+        engine=meta.engine if meta else "none",
+        engine_version=meta.engine_version if meta else "",
+        device=meta.device if meta else "",
+        dtype=manifest.dtype,
+        model=f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name,
+        fingerprint=manifest.fingerprint,
+        config_digest=manifest.config_digest,
+        tokens=tuple(manifest.tokens),
+        prompt_tokens=manifest.prompt_tokens,
+    )
 
 
 def join(outcomes: Iterable[Outcome]) -> Outcome:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxkv.judge import delta, measure
-from mlxkv.judge.case import CACHE, HELD_OUT, Case, cache_reasons, case_reasons, door
+from mlxkv.judge.case import CACHE, HELD_OUT, ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
-from mlxkv.judge.measure import Measures, TruthRows
-from mlxkv.judge.result import SCOPES, Control, Curve, FirstWrong, Gate, Outcome, Scope, Subject, Verdict
+from mlxkv.judge.measure import Floats, Measures, TruthRows
+from mlxkv.judge.result import SCOPES, Control, Curve, FirstWrong, Gate, Outcome, Scope, Verdict, subject
 from oracle.trace import Trace
 
 # Correct engines read 0.9 to 2 (MLX 1.7, mlx-lm 1.8); the weakest seeded fault reads 149 on SmolLM2, 37 on a tiny model.
@@ -47,7 +47,6 @@ CONTROL_SCALE = {"float32": 1.001, "float16": 1.1, "bfloat16": 2.0}
 STORED = 1e-3  # in floors: both sides compute the same sums of the same float32 logits in float64, in another order
 DISTINCT_LEAST = 3  # members of five that are not bitwise equal to another
 CALIBRATED = {("linux", "cpu")}  # device classes on which these limits were measured
-ORDER = ("full", "step", "prefixes", "chunked")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +56,7 @@ class Bench:
     case: Case
     truth: TruthRows
     floors: Floors
+    cache_largest: Floats | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +68,46 @@ class _Found:
 
 def judge(case: Case, candidates: Mapping[str, Trace], *, algebra: Mapping[str, Trace] | None = None) -> Verdict:
     """The verdict on an engine's runs of the judged plans, by plan name: in the run's dtype, and in float64 (lane A)."""
-    subject = _subject(case, [*candidates.values(), *(algebra or {}).values()])
-    reasons = case_reasons(case)
-    truth = measure.truth_rows(case.truth) if not reasons else None
-    if truth is None or not np.isfinite(truth.largest).all():
-        return Verdict("cannot tell", (), (), subject, reasons=(*(reasons or [f"{case.truth.label}: holds logits that are not finite"]),))
-    bench = Bench(case, truth, logit_floors(case, truth))
+    about = subject(case.manifest, [*candidates.values(), *(algebra or {}).values()])
+    bench, reasons = _bench(case)
+    if bench is None:
+        return Verdict("cannot tell", (), (), about, reasons=tuple(reasons))
     proofs, controls = _proof_reasons(case), _controls(bench)
-    inside, refused = _admit(case, candidates, case.manifest.dtype)
-    inside_a, refused_a = _admit(case, algebra or {}, "float64")
+    inside, refused = admit(case, candidates, case.manifest.dtype)
+    inside_a, refused_a = admit(case, algebra or {}, "float64")
     found = _measure(bench, inside, inside_a)
     reasons = proofs + _floor_reasons(bench) + [_control_reason(c) for c in controls if not c.passed]
-    reasons += refused + refused_a + _engine_reasons([*inside.values(), *inside_a.values()]) + found.reasons
+    reasons += refused + refused_a + engine_reasons([*inside.values(), *inside_a.values()]) + found.reasons
+    if not candidates and not algebra:
+        reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
     sound = all(c.passed for c in controls if c.expected == "agree")
     outcome = _outcome(found.gates, reasons, proved=not proofs, sound=sound)
     return Verdict(
         outcome=outcome,
         scopes=_covered(found.gates),
         plans=tuple(inside or inside_a),
-        subject=subject,
+        subject=about,
         gates=tuple(found.gates),
         controls=tuple(controls),
         reasons=tuple(reasons),
         notes=tuple(_notes(bench, inside, found.gates, outcome)),
         first_wrong=_first_wrong(case, found.gates) if outcome == "differ" else None,
-        figures=tuple(delta.figures(trace, case.truth, truth, plan=plan) for plan, trace in inside.items()),
+        figures=tuple(delta.figures(trace, case.truth, bench.truth, plan=plan) for plan, trace in inside.items()),
         tables=delta.page_tables(case, inside),
         floor=tuple(bench.floors.rms.tolist()),
         curves=tuple(Curve(plan, tuple(m.positions.tolist()), tuple(m.rms.tolist())) for plan, m in found.measures.items()),
         distinct=_distinct(case),
     )
+
+
+def _bench(case: Case) -> tuple[Bench | None, list[str]]:
+    reasons = case_reasons(case)
+    if reasons:
+        return None, reasons
+    truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
+    if not np.isfinite(truth.largest).all() or not truth.largest.max() > 0 or (largest is not None and not np.isfinite(largest).all()):
+        return None, [f"{case.truth.label}: holds numbers that are not finite, or only zeros; make the folder again"]
+    return Bench(case, truth, logit_floors(case, truth), largest), []
 
 
 def logit_gates(bench: Bench, plan: str, run: Measures, *, floors: Floors | None = None) -> list[Gate]:
@@ -136,29 +146,37 @@ def _measure(bench: Bench, inside: Mapping[str, Trace], inside_a: Mapping[str, T
 
 def _algebra_gates(bench: Bench, traces: Mapping[str, Trace]) -> tuple[list[Gate], list[str]]:
     """Lane A. Probes that fail take the lane out, without a verdict on the others."""
-    name, case, gates, reasons = "algebra (float64)", bench.case, [], []
+    name = "algebra (float64)"
+    gates: list[Gate] = []
+    reasons: list[str] = []
     for plan, trace in traces.items():
-        bad = [f"{k} is {v:.1e}" for k, v in sorted(trace.meta.probes.items()) if not (v <= PROBE)]
-        if bad or not trace.meta.probes:
-            why = f"cannot tell: float64 probe {bad[0]} off numpy, limit {PROBE:.0e}" if bad else "not run: no float64 probes in trace"
+        why = _unproved(trace)
+        if why is not None:
             gates.append(not_run(name, "algebra", plan, ALGEBRA, why))
             continue
-        at, errors = measure.largest_error(trace, case.truth)
-        gates.append(by_position(case, name, "algebra", plan, at, errors / bench.truth.largest.max(), ALGEBRA))
+        at, errors = measure.largest_error(trace, bench.case.truth)
+        gates.append(by_position(bench.case, name, "algebra", plan, at, errors / bench.truth.largest.max(), ALGEBRA))
         if plan == "step" and trace.kv(CACHE, 0) is not None:
-            odd = cache_reasons(trace, case.truth)
-            reasons += odd
-            gates += (
-                [_algebra_cache(bench, trace)] if not odd else [not_run("algebra, cache", "algebra", plan, ALGEBRA, f"not run: {odd[0]}")]
-            )
+            gate, odd = _algebra_cache(bench, trace)
+            gates, reasons = [*gates, gate], reasons + odd
     return gates or [not_run(name, "algebra", "-", ALGEBRA, "not run: no float64 run of this engine")], reasons
 
 
-def _algebra_cache(bench: Bench, trace: Trace) -> Gate:
-    truth = bench.case.truth
-    _, errors = measure.cache_errors(trace, truth)
-    largest = measure.cache_largest(truth).max(axis=(2, 3), keepdims=True)
-    return in_cache(bench.case, "algebra, cache", "algebra", errors / np.maximum(largest, np.finfo(np.float64).tiny), ALGEBRA)
+def _unproved(trace: Trace) -> str | None:
+    bad = [f"{name} is {error}" for name, error in sorted(trace.meta.probes.items()) if not _within(error, PROBE)]
+    if bad:
+        return f"cannot tell: float64 probe {bad[0]} off numpy, limit {PROBE:.0e}"
+    return None if trace.meta.probes else "not run: no float64 probes in trace"
+
+
+def _algebra_cache(bench: Bench, trace: Trace) -> tuple[Gate, list[str]]:
+    """Relative to the largest key, or value, of each layer: the layers differ in size by orders of magnitude."""
+    name, odd = "algebra, cache", cache_reasons(trace, bench.case.truth)
+    if odd or bench.cache_largest is None:
+        return not_run(name, "algebra", "step", ALGEBRA, f"not run: {(odd or ['no keys in the oracle folder'])[0]}"), odd
+    _, errors = measure.cache_errors(trace, bench.case.truth)
+    largest = np.maximum(bench.cache_largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
+    return in_cache(bench.case, name, "algebra", errors / largest, ALGEBRA), []
 
 
 def _cached_gate(bench: Bench, inside: Mapping[str, Trace]) -> Gate:
@@ -166,38 +184,34 @@ def _cached_gate(bench: Bench, inside: Mapping[str, Trace]) -> Gate:
     name, plans = "cached against uncached", bench.case.manifest.plans
     other = "full" if "full" in inside else "prefixes"
     absent = [plan for plan in ("step", other) if plan not in inside]
-    if absent or plans["step"] == plans["full"]:
-        why = f"no trace of plan {absent[0]}" if absent else "nothing was decoded, step is the same plan as full"
-        return not_run(name, "cache", "step", CACHED, f"not run: {why}")
+    if absent:
+        return not_run(name, "cache", "step", CACHED, f"not run: no trace of plan {absent[0]}")
+    if plans["step"] == plans["full"]:
+        return not_run(name, "cache", "step", CACHED, "not run: nothing was decoded, step is the same plan as full")
+    if inside["step"].meta.engine != inside[other].meta.engine:
+        return not_run(name, "cache", "step", CACHED, "not run: the two traces are of different engines")
     at, rms = measure.difference(inside["step"], inside[other])
     return by_position(bench.case, name, "cache", "step", at, rms / bench.floors.cached[at], CACHED)
 
 
 def _cache_gates(bench: Bench, step: Trace | None) -> tuple[list[Gate], list[str]]:
     """Keys and values of the step plan, per layer and head: the worst head's median, 95th percentile and worst row."""
-    case, names = bench.case, [f"{kind} {what}" for kind in ("keys", "values") for what in ("median", "95%", "worst row")]
-    limits = [KV_MEDIAN, KV_MOST, KV_WORST] * 2
-    held = step is not None and any(n.startswith(f"kv/{CACHE}/") for n in step.arrays)
-    odd = cache_reasons(step, case.truth) if step is not None and held else []
-    if step is None or not held or odd or case.truth.kv(CACHE, 0) is None:
-        why = (
-            "no trace of plan step"
-            if step is None
-            else "no keys in trace"
-            if not held
-            else odd[0]
-            if odd
-            else "no keys in the oracle folder"
-        )
-        return [not_run(name, "cache", "step", limit, f"not run: {why}") for name, limit in zip(names, limits, strict=True)], odd
-    rms, _ = measure.cache_errors(step, case.truth)
-    ratios = rms / cache_floors(case)
+    truth, limits = bench.case.truth, {"median": KV_MEDIAN, "95%": KV_MOST, "worst row": KV_WORST}
+    odd = cache_reasons(step, truth) if step is not None and layers(step) > 0 else []
+    why = "no trace of plan step" if step is None else "no keys in trace" if layers(step) == 0 else odd[0] if odd else None
+    if bench.cache_largest is None:
+        why, odd = "no keys in the oracle folder", []
+    if step is None or bench.cache_largest is None or why is not None:
+        named = [(f"{kind} {what}", limit) for kind in ("keys", "values") for what, limit in limits.items()]
+        return [not_run(name, "cache", "step", limit, f"not run: {why}") for name, limit in named], odd
+    rms, _ = measure.cache_errors(step, truth)
+    ratios = rms / cache_floors(bench.case, bench.cache_largest)
     gates = []
     for kind, of in zip(("keys", "values"), ratios, strict=True):
         gates += [
             over_rows(f"{kind} median", of, np.median(of, axis=-1), KV_MEDIAN),
             over_rows(f"{kind} 95%", of, np.percentile(of, 95, axis=-1), KV_MOST),
-            in_cache(case, f"{kind} worst row", "cache", of[None], KV_WORST),
+            in_cache(bench.case, f"{kind} worst row", "cache", of[None], KV_WORST),
         ]
     return gates, []
 
@@ -216,7 +230,7 @@ def _controls(bench: Bench) -> list[Control]:
     return [
         Control(f"{HELD_OUT}, held out", "agree", not any(g.failed for g in gates), gates[1].value, SIGMA),
         Control(f"{HELD_OUT} times {factor}", "differ", any(g.failed for g in gates_scaled), gates_scaled[1].value, SIGMA),
-        Control(f"errors of {HELD_OUT} as stored", "agree", off <= STORED, off, STORED, "floors"),
+        Control(f"stored errors of {HELD_OUT}", "agree", off <= STORED, off, STORED, "floors apart"),
     ]
 
 
@@ -228,12 +242,17 @@ def _control_reason(control: Control) -> str:
 
 
 def _proof_reasons(case: Case) -> list[str]:
-    proofs = case.manifest.proofs
-    return [
-        f"truth's proof {name}: {proofs.get(name, np.nan):.2g}, expected at most {limit:g}; the truth cannot be trusted"
-        for name, limit in PROOFS.items()
-        if not (proofs.get(name, np.nan) <= limit)
-    ]
+    reasons = []
+    for name, limit in PROOFS.items():
+        value = case.manifest.proofs.get(name)
+        if not _within(value, limit):
+            reasons.append(f"truth's proof {name}: {value}, expected at most {limit:g}; the truth cannot be trusted")
+    return reasons
+
+
+def _within(value: object, limit: float) -> bool:
+    """For values that a file brings: what is not a number is not within."""
+    return isinstance(value, int | float) and value <= limit
 
 
 def _floor_reasons(bench: Bench) -> list[str]:
@@ -242,22 +261,6 @@ def _floor_reasons(bench: Bench) -> list[str]:
     if floor <= FLOOR_MOST[dtype]:
         return []
     return [f"noise floor: {floor:.2g} of max |truth|, expected at most {FLOOR_MOST[dtype]:g} in {dtype}; too coarse to judge anything"]
-
-
-def _engine_reasons(traces: Sequence[Trace]) -> list[str]:
-    engines = sorted({f"{t.meta.engine} {t.meta.engine_version}".strip() for t in traces})
-    return [f"candidate: traces of {', '.join(engines)}, expected one engine; judge each by itself"] if len(engines) > 1 else []
-
-
-def _admit(case: Case, traces: Mapping[str, Trace], dtype: str) -> tuple[dict[str, Trace], list[str]]:
-    """The traces that may be measured, in the order of the plans, and why the others may not."""
-    inside, reasons = {}, []
-    for plan in sorted(traces, key=lambda p: (ORDER.index(p) if p in ORDER else len(ORDER), p)):
-        odd = door(traces[plan], plan, case, dtype=dtype)
-        reasons += odd
-        if not odd:
-            inside[plan] = traces[plan]
-    return inside, reasons
 
 
 def _outcome(gates: Sequence[Gate], reasons: Sequence[str], *, proved: bool, sound: bool) -> Outcome:
@@ -324,18 +327,3 @@ def _distinct(case: Case) -> int:
 def _device_class(trace: Trace) -> tuple[str, str]:
     words = str(trace.meta.environment.get("os", "unknown")).lower().split("-")[0].split()
     return (words[0] if words else "unknown", trace.meta.device)
-
-
-def _subject(case: Case, traces: Sequence[Trace]) -> Subject:
-    meta, manifest = (traces[0].meta if traces else None), case.manifest
-    return Subject(
-        engine=meta.engine if meta else "none",
-        engine_version=meta.engine_version if meta else "",
-        device=meta.device if meta else "",
-        dtype=manifest.dtype,
-        model=f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name,
-        fingerprint=manifest.fingerprint,
-        config_digest=manifest.config_digest,
-        tokens=tuple(manifest.tokens),
-        prompt_tokens=manifest.prompt_tokens,
-    )

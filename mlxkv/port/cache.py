@@ -19,6 +19,7 @@ import numpy as np
 from mlxkv.port import rope
 from mlxkv.port.config import LlamaConfig
 from mlxkv.port.ops import dtype_of, name_of
+from oracle.plan import Refusal
 
 BLOCK = 256
 """Buffers grow by this many rows: one token per step must not copy the whole history each time."""
@@ -27,7 +28,7 @@ MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
 
-class CacheError(ValueError):
+class CacheError(Refusal):
     """A call that the cache refuses. The cache is as it was before the call."""
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oracle.plan import Refusal
+
 ROPE_TYPES = ("default", "llama3")
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -52,7 +54,7 @@ IGNORED = {
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {"rope_interleaved": (False,), "rope_traditional": (False,), "is_encoder_decoder": (False,)}
 
 
-class ConfigError(ValueError):
+class ConfigError(Refusal):
     """A config.json that the port cannot follow exactly; one line that names file, key, expected and found."""
 
 

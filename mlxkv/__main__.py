@@ -1,0 +1,5 @@
+"""`python -m mlxkv` is the command `mlxkv`."""
+
+from mlxkv.cli import main
+
+main()

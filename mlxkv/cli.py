@@ -1,0 +1,207 @@
+"""The command line. It reads options, calls one function and prints: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from oracle.plan import Refusal
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers separated by commas."""
+
+    name = "n,n,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """A tuple, or click's usage error."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: expected whole numbers separated by commas", param, ctx)
+
+
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+DEVICES = click.Choice(["auto", "gpu", "cpu"])
+FOLDER = click.Path(path_type=Path)
+
+
+def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+_model = _options(
+    click.argument("model", required=False),
+    click.option("--revision", help="The commit of a Hub model."),
+)
+_run = _options(
+    click.option("--prompt", help="Text to start from  [default: The capital of France is]"),
+    click.option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
+    click.option("--tokens", type=Numbers(), help="Token ids to start from."),
+    click.option("--steps", type=click.IntRange(1), help="Greedy tokens after the prompt  [default: 20]"),
+    click.option("--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."),
+    click.option("--dtype", type=DTYPES, help="What both engines compute in  [default: float32]"),
+    click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs."),
+    click.option("--threads", type=click.IntRange(1), help="Threads of the oracle  [default: one per core]"),
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="mlxkv", prog_name="mlxkv")
+def cli() -> None:
+    """Is my KV cache right, is my port right, and if not, where does it first go wrong?
+
+    Exit codes: 0 agree, 1 differ, 2 could not tell, 130 interrupted.
+    """
+
+
+@cli.command()
+@_model
+@_run
+@click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
+@click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
+@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, for the report's three-way table.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+    """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
+
+    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report.
+    """
+    from mlxkv import reporting
+
+    request = _request(oracle=oracle_folder, fresh=fresh, **options)
+    result = reporting.compare(request, out, candidates=candidates, command=_command_line())
+    click.echo(result.as_json() if as_json else result.text(out), nl=False)
+    sys.exit(result.verdict.exit_code)
+
+
+@cli.command()
+@click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
+@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
+@click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")
+@click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
+def reports(check: bool, candidates: tuple[Path, ...], out: Path, device: str) -> None:
+    """Make everything under reports/ again, or check that it still says the same.
+
+    The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits with 1 and a diff otherwise.
+    """
+    from mlxkv import reporting
+
+    if check:
+        differences = reporting.check(out, device=device)
+        click.echo("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n", nl=False)
+        sys.exit(1 if differences else 0)
+    for path in reporting.write_all(out, candidates=candidates, device=device):
+        click.echo(path)
+
+
+@cli.command()
+@_model
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+@click.option("--device", type=DEVICES, default="auto", show_default=True)
+@click.option("--prefill", type=Numbers(), default="128,1024", show_default=True, help="Prompt lengths.")
+@click.option("--decode", type=click.IntRange(1), default=32, show_default=True, help="Tokens decoded after each.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each engine per length.")
+@click.option("--compare/--no-compare", "with_compare", default=True, help="Also time a first and a second compare.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def bench(model: str | None, revision: str | None, as_json: bool, **options: Any) -> None:
+    """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
+    from mlxkv import reporting
+
+    click.echo(reporting.bench(model, revision, as_json=as_json, **options), nl=False)
+
+
+@cli.command()
+@_model
+@click.option("--prompt", default="The capital of France is", show_default=True)
+@click.option("-n", "--steps", type=click.IntRange(1), default=50, show_default=True, help="Tokens to generate.")
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True)
+@click.option("--device", type=DEVICES, default="auto", show_default=True)
+def generate(model: str | None, revision: str | None, prompt: str, steps: int, dtype: str, device: str) -> None:
+    """Stream greedy text from the port."""
+    from mlxkv import show
+
+    for piece in show.generate(model, revision, prompt, steps, dtype=dtype, device=device):
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+@cli.command()
+@_model
+@click.option("--json", "as_json", is_flag=True)
+def inspect(model: str | None, revision: str | None, as_json: bool) -> None:
+    """Show a checkpoint's config, RoPE, cache layout and bytes, and which config keys were ignored and why."""
+    from mlxkv import show
+
+    click.echo(show.inspect(model, revision, as_json=as_json), nl=False)
+
+
+@cli.command()
+def doctor() -> None:
+    """Say what is installed, which device and BLAS MLX would use, and where the caches are."""
+    from mlxkv import show
+
+    text, exit_code = show.doctor()
+    click.echo(text, nl=False)
+    sys.exit(exit_code)
+
+
+def _request(prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any) -> Any:
+    from mlxkv.session import Request
+
+    given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens)) if value is not None]
+    if len(given) > 1:
+        raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
+    return Request(prompt=prompt, tokens=tokens, **rest)
+
+
+def _command_line() -> str:
+    """What was typed, for the report; without the folder that the command lies in."""
+    import shlex
+
+    return shlex.join(["mlxkv", *sys.argv[1:]])
+
+
+def main() -> None:
+    """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either."""
+    from mlxkv.engines.job import AlreadySaid
+
+    try:
+        sys.exit(cli(standalone_mode=False))
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except AlreadySaid:
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
+        sys.stderr.close()
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What a comparison found, as Markdown for a file and as lines for a terminal.
+
+Pure functions of the verdict and the facts: no clock, no file, no machine is read, so the same run gives the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxkv.judge.delta import Figures, Pair, Run
+from mlxkv.judge.result import Control, Verdict
+from mlxkv.report.text import clip, code, columns, gate_cells, markdown_table, number, power, quoted
+from oracle.trace import Manifest, Meta
+
+GATES = ("gate", "plan", "value", "limit", "headroom", "where")
+PAIRS = ("a", "b", "max abs delta", "first", "last", "rms", "top-1", "max abs b")
+# Of the page, with the original weights: by (a, b), where "ours" is candle 0.11.0 on the page and the port here.
+PAGE = {
+    ("theirs cached", "theirs full"): "8.01e-05",
+    ("ours cached", "ours nocache"): "6.25e-05",
+    ("ours cached", "theirs full"): "8.20e-05",
+    ("theirs chunked", "theirs cached"): "4.67e-05 (first)",
+    ("ours chunked", "ours cached"): "2.91e-05",
+}
+_UNSAID = ("host",)  # a name that says nothing about the numbers and differs between two runs of one container
+_MOST_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine's surroundings, as text: a line for the title, and names and values for the table."""
+
+    title: str
+    headline: str
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The greedy tokens after the prompt."""
+
+    ids: tuple[int, ...]
+    text: str | None
+
+
+def side(meta: Meta) -> Side:
+    """Of a trace."""
+    version, blas = meta.environment.get("mlx"), str(meta.environment.get("blas", "")).split(" (")[0]
+    engine = f"mlx {version}" if version else f"{meta.engine} {meta.engine_version}".strip()
+    first = [("engine", f"{meta.engine} {meta.engine_version}".strip()), ("device", meta.device), ("dtype", meta.dtype)]
+    return Side(meta.engine, f"{engine} {meta.device}" + (f" ({blas})" if blas else ""), (*first, *_rows(meta.environment)))
+
+
+def oracle_side(manifest: Manifest) -> Side:
+    """Of an oracle folder."""
+    version = manifest.environment.get("torch")
+    first = [("engine", "transformers and strict float64 truth"), ("device", "cpu"), ("dtype", manifest.dtype)]
+    rows = [(k, v) for k, v in _rows(manifest.environment) if k not in ("device", "dtype", "engine")]
+    return Side("oracle", f"torch {version}" if version else "transformers", (*first, *rows))
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict in one line."""
+    if verdict.outcome == "agree":
+        return f"agree ({', '.join(verdict.scopes)})"
+    if verdict.outcome == "cannot tell":
+        more = f" (and {len(verdict.reasons) - 1} more)" if len(verdict.reasons) > 1 else ""
+        return f"cannot tell: {verdict.reasons[0] if verdict.reasons else 'no gate could run'}{more}"
+    failed = [g for g in verdict.worst if g.failed]
+    scopes = list(dict.fromkeys(g.scope for g in failed))
+    line, first = f"differ ({', '.join(scopes)}): {', '.join(g.name for g in failed)}", verdict.first_wrong
+    if first is None:
+        return line
+    token = f" {quoted(first.token)}" if first.token is not None else ""
+    layer = f", layer {first.layer}" if first.layer is not None else ""
+    return f"{line}; first wrong position {first.position}{token} (plan {first.plan}, {first.gate}{layer})"
+
+
+def console_report(verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, Side], report: str | None = None) -> str:
+    """What `compare` prints. `report` is where the Markdown went."""
+    n, shown = len(manifest.tokens), quoted(clip(_prompt(manifest), 40))
+    lines = [f"{_model(manifest)}  {manifest.dtype}  {sides[0].headline} vs {sides[1].headline}"]
+    lines += [f"{n} tokens: {shown} + {n - manifest.prompt_tokens}        {_proofs(manifest)}", ""]
+    if verdict.gates:
+        lines += [*columns(GATES, [gate_cells(g) for g in verdict.worst], left={0, 1, 5}), ""]
+    if verdict.controls:
+        lines += [f"controls: {_controls(verdict)}", ""]
+    ours = verdict.subject.engine
+    against = [p for p in _pairs(verdict) if p.a.engine == ours and p.b.engine != ours and p.b.plan == "full"]
+    if against:
+        head = ("plan", "max |d|", "first", "last", "rms", "top-1", "(against transformers, as on the page)")
+        cells = [[str(p.a).removeprefix(f"{p.a.engine} "), *_pair_cells(p)[2:-1], ""] for p in against]
+        lines += [*columns(head, cells, left={0, 6}), ""]
+    lines += [f"cannot tell: {reason}" if verdict.outcome != "differ" else f"also: {reason}" for reason in verdict.reasons]
+    lines += [f"note: {note}" for note in verdict.notes]
+    lines.append("cannot tell" if verdict.outcome == "cannot tell" and verdict.reasons else sentence(verdict))
+    if report is not None:
+        lines[-1:] = [f"{lines[-1]}    report: {report}"] if verdict.outcome != "differ" else [lines[-1], f"report: {report}"]
+    return "\n".join(lines) + "\n"
+
+
+def compare_report(
+    verdict: Verdict,
+    manifest: Manifest,
+    *,
+    sides: Sequence[Side],
+    commands: Sequence[str],
+    continuation: Continuation | None = None,
+    svg: str | None = None,
+    third: Sequence[Pair] = (),
+    page: bool = False,
+) -> str:
+    """The Markdown report. `third` are the pairs of `delta.three_way`; `page` puts the page's values beside ours."""
+    parts = [
+        [f"# {verdict.subject.engine} against transformers: {_model(manifest)}, {manifest.dtype}", "", f"**{sentence(verdict)}**"],
+        [f"- {line}" for line in (*verdict.reasons, *verdict.notes)],
+        _gates(verdict),
+        _pair_section("Cached against uncached", "The page's table 3", verdict.tables.cached, verdict, page),
+        _pair_section("Chunked prefill", "The page's table 4", verdict.tables.chunked, verdict, page),
+        _pair_section("Three engines", "The same rows", tuple(third), verdict, False),
+        _tokens(manifest, continuation),
+        ["## Error by position", "", f"![rms error of each plan, position by position, beside the noise floor]({svg})"] if svg else [],
+        _figures(verdict.figures),
+        _environment(sides),
+        _inputs(manifest),
+        ["## Reproduce", "", "```sh", *commands, "```"] if commands else [],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _gates(verdict: Verdict) -> list[str]:
+    if not verdict.gates:
+        return []
+    cells = [gate_cells(g) for g in verdict.worst]
+    cells = [[*row[:5], code(row[5]) if row[5] != "-" else row[5]] for row in cells]
+    how = "Each gate on the plan that did worst; values in units of the noise floor, algebra relative to the largest value."
+    table = markdown_table(GATES, cells, left={0, 1, 5})
+    return ["## Gates", "", how, "", *table, "", f"Controls: {_controls(verdict)}."]
+
+
+def _controls(verdict: Verdict) -> str:
+    def told(control: Control) -> str:
+        other = {"agree": "differs", "differ": "agrees"}[control.expected]
+        did = f"{control.expected}s" if control.passed else f"{other}, must {control.expected}"
+        return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
+
+    return "; ".join([*map(told, verdict.controls), f"{verdict.distinct} distinct pool members"])
+
+
+def _pair_section(title: str, what: str, pairs: tuple[Pair, ...], verdict: Verdict, page: bool) -> list[str]:
+    if not pairs:
+        return []
+    rows = [[*_pair_cells(p), PAGE.get(_as_on_page(p, verdict), "-")] for p in pairs]
+    head: tuple[str, ...] = (*PAIRS, "on the page")
+    how = f"{what}: a minus b in logits, from the prompt's last token on; first and last row's largest, rms over all."
+    if not page:
+        head, rows = PAIRS, [row[:-1] for row in rows]
+    beside = ["", "On the page, candle 0.11.0 stands where this engine stands here."] if page else []
+    return [f"## {title}", "", how, *beside, "", *markdown_table(head, rows, left={0, 1})]
+
+
+def _pair_cells(p: Pair) -> list[str]:
+    deltas = [number(x) for x in (p.max_abs, p.first_max, p.last_max, p.rms)]
+    return [str(p.a), str(p.b), *deltas, f"{p.top1_equal}/{p.rows}", f"{p.max_abs_ref:.3f}"]
+
+
+def _as_on_page(p: Pair, verdict: Verdict) -> tuple[str, str]:
+    a, b = (Run("ours" if run.engine == verdict.subject.engine else "theirs", run.plan) for run in (p.a, p.b))
+    return str(a), str(b)
+
+
+def _pairs(verdict: Verdict) -> tuple[Pair, ...]:
+    return (*verdict.tables.cached, *verdict.tables.chunked)
+
+
+def _tokens(manifest: Manifest, continuation: Continuation | None) -> list[str]:
+    ids = manifest.tokens[: manifest.prompt_tokens]
+    rows = [["prompt", code(quoted(_prompt(manifest))), code(_ids(ids))]]
+    if continuation is not None:
+        text = code(quoted(continuation.text)) if continuation.text is not None else "-"
+        rows.append(["generated", text, code(_ids(continuation.ids))])
+    return ["## Tokens", "", *markdown_table(("", "text", "ids"), rows, left={0, 1, 2})]
+
+
+def _figures(figures: Sequence[Figures]) -> list[str]:
+    if not figures:
+        return []
+    head = ("plan", "max abs delta", "rms", "NMSE (dB)", "1 - cosine", "KL (nats)", "top-1", "top-5")
+    rows = [
+        [f.plan, *(number(x) for x in (f.max_abs, f.rms)), f"{f.nmse_db:.1f}", *(number(x) for x in (1 - f.cosine, f.kl))]
+        + [f"{count}/{f.rows}" for count in (f.top1_equal, f.top5_equal)]
+        for f in figures
+    ]
+    how = "Against the float64 truth, over all rows of each plan: what other tools look at. They pass most faults that the gates catch."
+    return ["## Shown, not judged", "", how, "", *markdown_table(head, rows, left={0})]
+
+
+def _environment(sides: Sequence[Side]) -> list[str]:
+    names = list(dict.fromkeys(name for one in sides for name, _ in one.rows))
+    values = [dict(one.rows) for one in sides]
+    rows = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
+    return ["## Environment", "", *markdown_table(("", *(one.title for one in sides)), rows, left=set(range(len(sides) + 1)))]
+
+
+def _inputs(manifest: Manifest) -> list[str]:
+    rows = [
+        ["model", code(manifest.source)],
+        ["weights fingerprint", code(manifest.fingerprint)],
+        ["config digest", code(manifest.config_digest)],
+        ["truth", _proofs(manifest).removeprefix("truth: ")],
+    ]
+    if manifest.revision is not None:
+        rows.insert(1, ["revision", code(manifest.revision)])
+    rows += [[f"plan {name}", code(digest)] for name, digest in sorted(manifest.plans.items())]
+    return ["## Inputs", "", *markdown_table(("", ""), rows, left={0, 1})]
+
+
+def _proofs(manifest: Manifest) -> str:
+    plans = " = ".join(name for name in ("step", "full", "chunked") if name in manifest.plans)
+    within, double = manifest.proofs.get("truth_agreement"), manifest.proofs.get("transformers_double")
+    first = f"{plans} to {power(within, digits=2)}" if within is not None else "agreement not measured"
+    return f"truth: {first}, " + (f"transformers within {power(double, digits=2)}" if double is not None else "transformers not measured")
+
+
+def _model(manifest: Manifest) -> str:
+    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name
+
+
+def _prompt(manifest: Manifest) -> str:
+    return manifest.prompt if manifest.prompt is not None else "".join(manifest.texts[: manifest.prompt_tokens])
+
+
+def _ids(ids: Sequence[int]) -> str:
+    shown = " ".join(map(str, ids[:_MOST_IDS]))
+    return shown if len(ids) <= _MOST_IDS else f"{shown} ... ({len(ids)} in all)"
+
+
+def _rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}={_value(v)}" for k, v in sorted(value.items())) or "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _cell(value: str) -> str:
+    return " ".join(value.split()).replace("|", "\\|")

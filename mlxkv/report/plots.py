@@ -1,0 +1,60 @@
+"""The error of each plan position by position, beside the floor and the limit, as SVG.
+
+matplotlib is imported when a plot is asked for. The text carries no date and a fixed hash salt: the same numbers give
+the same file.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlxkv.judge.result import Curve
+from mlxkv.report.text import power, quoted
+from oracle.plan import Refusal
+
+# Okabe and Ito's colours, told apart by colour-blind readers; marker and dash tell the lines apart without any colour.
+_LOOKS = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
+_MOST_TOKENS = 40
+
+
+def error_by_position(
+    curves: Sequence[Curve], floor: Sequence[float], *, limit: float, texts: Sequence[str] = (), title: str = "Error by position"
+) -> str:
+    """`floor` has a value for each position; `limit` is in floors. `texts`, the tokens, stand below up to 40 positions."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Refusal("plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'") from error
+    settings = {"svg.hashsalt": "mlxkv", "svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # glyphs missing from the font that only measures the text
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes, at = figure.add_subplot(), np.arange(len(floor))
+        axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
+        axes.plot(at, np.multiply(floor, limit), color="#000000", linewidth=1, label=f"limit, {limit:g} floors")
+        for i, curve in enumerate(curves):
+            color, marker, line = _LOOKS[i % len(_LOOKS)]
+            size = 4 if len(floor) <= _MOST_TOKENS else 0
+            rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
+            axes.plot(curve.positions, rms, color=color, marker=marker, linestyle=line, markersize=size, linewidth=1.2, label=curve.plan)
+        axes.set(title=title, ylabel="rms error against float64 (logits)", yscale="log", xlim=(-0.5, len(floor) - 0.5))
+        # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is read as such.
+        axes.yaxis.set_major_formatter(lambda value, _: power(value))
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        if len(texts) == len(floor) <= _MOST_TOKENS:
+            axes.set_xticks(at, [f"{quoted(text)} {i}" for i, text in enumerate(texts)], rotation=90, fontsize=8)
+            axes.set_xlabel("token and position")
+        else:
+            axes.set_xlabel("position")
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()

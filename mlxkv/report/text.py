@@ -1,0 +1,98 @@
+"""Numbers, tokens and tables as text, for the terminal and for Markdown. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+
+from mlxkv.judge.result import Gate
+
+Row = Sequence[str]
+
+
+def quoted(text: str) -> str:
+    """A token or a prompt in quotes; what cannot be printed is escaped, so that no text can steer a terminal."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
+
+
+def code(text: str) -> str:
+    """Text as a Markdown code span that may stand in a table."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    room = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{room}{text}{room}{fence}".replace("|", "\\|")
+
+
+def clip(text: str, most: int) -> str:
+    """At most so many characters, the cut marked."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def number(value: float) -> str:
+    """A measured distance, three digits."""
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def power(value: float, *, digits: int = 1) -> str:
+    """So many digits and a short exponent, as in 5e-8."""
+    return re.sub(r"e([-+])0(\d)$", r"e\1\2", f"{value:.{digits - 1}e}")
+
+
+def ordered(value: float, limit: float) -> tuple[str, str]:
+    """Value and limit with as many digits as it takes to see which is larger."""
+    if math.isnan(value) or limit == 0:
+        return f"{value:g}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
+    for digits in range(2, 18):
+        if limit < 1e-3:
+            shown = f"{value:.{digits - 1}e}", f"{limit:g}"
+        else:
+            shown = f"{value:.{digits}f}" if value < 1e5 else f"{value:.{digits}e}", f"{limit:.{digits}f}"
+        if _order(float(shown[0]), float(shown[1])) == _order(value, limit):
+            break
+    return shown
+
+
+def headroom(gate: Gate) -> str:
+    """How often the value fits under the limit."""
+    times = gate.headroom
+    if math.isnan(times):
+        return "-"
+    return f"{times:.0f}x" if times >= 10 else f"{times:.1f}x" if times >= 0.1 else f"{times:.2f}x" if times >= 0.01 else "<0.01x"
+
+
+def where(gate: Gate) -> str:
+    """Layer, head, position and token, as far as the gate has them; or why it did not run."""
+    if gate.reason is not None:
+        return gate.reason
+    parts = [f"layer {gate.layer} head {gate.head}"] if gate.layer is not None else []
+    if gate.position is not None:
+        parts.append(f"pos {gate.position}" + (f" {quoted(gate.token)}" if gate.token is not None else ""))
+    return " ".join(parts) or "-"
+
+
+def gate_cells(gate: Gate) -> list[str]:
+    """gate, plan, value, limit, headroom, where."""
+    value, limit = ordered(gate.value, gate.limit)
+    return [gate.name, gate.plan, value if gate.ran else "-", limit, headroom(gate), where(gate)]
+
+
+def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
+    """Aligned lines for a terminal; columns not in `left` are right-aligned."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
+    """A Markdown table, aligned in its source too."""
+    widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
+    rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    lines = [[c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))] for r in [head, rule, *rows]]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _order(a: float, b: float) -> int:
+    return (a > b) - (a < b)

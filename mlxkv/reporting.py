@@ -1,0 +1,201 @@
+"""From a request to files: runs the session, asks the judge, renders, writes. `compare`, `reports` and `bench` end here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxkv import session
+from mlxkv.engines.job import Finished
+from mlxkv.judge import delta
+from mlxkv.judge.case import Case, by_plan, door
+from mlxkv.judge.result import Verdict
+from mlxkv.judge.verdict import SIGMA, judge
+from mlxkv.report import markdown, plots
+from oracle import trace
+from oracle.plan import Refusal
+
+NAMES = ("compare.svg", "compare.json", "compare.md")
+"""The files of one comparison; the Markdown last, since it links to the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A verdict with everything that its report shows, rendered already."""
+
+    verdict: Verdict
+    case: Case
+    sides: tuple[markdown.Side, ...]
+    files: dict[str, str]
+    machine: str
+    took: dict[str, Finished | None]
+
+    def as_json(self) -> str:
+        """The verdict as `mlxkv-verdict/1`, with what each process took (null: its result was reused)."""
+        took = {name: asdict(t) if t else None for name, t in self.took.items()}
+        return json.dumps(json.loads(self.files["compare.json"]) | {"took": took}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    def text(self, out: Path) -> str:
+        """What a person reads in the terminal."""
+        sides = (self.sides[0], self.sides[1])
+        return markdown.console_report(self.verdict, self.case.manifest, sides=sides, report=str(out / "compare.md"))
+
+    def write(self, out: Path) -> list[Path]:
+        """The files, each whole or not there."""
+        for name in NAMES:
+            trace.write_text(out / name, self.files[name])
+        return [out / name for name in NAMES]
+
+
+def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] = (), command: str) -> Compared:
+    """Runs, judges and writes a report into `out`."""
+    third = [trace.read(path) for path in candidates]
+    session.claim(out)
+    with session.run(request) as runs:
+        compared = _judged(runs, third, commands=[command])
+    compared.write(out)
+    return compared
+
+
+def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Sequence[str]) -> Compared:
+    case = runs.case
+    candidates = by_plan(case.manifest, runs.arithmetic)
+    verdict = judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra))
+    beside = _third(case, third)
+    sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
+    sides += [markdown.side(t.meta) for t in third[:1]]
+    environment = runs.arithmetic[0].meta.environment
+    files = {
+        "compare.svg": _plot(verdict, case),
+        "compare.json": _json(verdict, case, runs),
+        "compare.md": markdown.compare_report(
+            verdict,
+            case.manifest,
+            sides=sides,
+            commands=commands,
+            continuation=_continuation(case),
+            svg="compare.svg",
+            third=delta.three_way(case, candidates, beside),
+            page=_is_original(case),
+        ),
+    }
+    system = str(environment.get("os", "unknown")).split()[0].lower()
+    machine = f"{system}-{environment.get('arch', 'unknown')}-{runs.arithmetic[0].meta.device}"
+    return Compared(verdict, case, tuple(sides), files, machine, runs.took)
+
+
+def _third(case: Case, traces: Sequence[trace.Trace]) -> dict[str, trace.Trace]:
+    named = by_plan(case.manifest, traces)
+    for plan, candidate in named.items():
+        reasons = door(candidate, plan, case, dtype=case.manifest.dtype)
+        if reasons:
+            raise Refusal(reasons[0])
+    return named
+
+
+def _plot(verdict: Verdict, case: Case) -> str:
+    title = f"{case.manifest.name}, {case.manifest.dtype}: error by position"
+    return plots.error_by_position(verdict.curves, verdict.floor, limit=SIGMA, texts=case.manifest.texts, title=title)
+
+
+def _json(verdict: Verdict, case: Case, runs: session.Runs) -> str:
+    manifest = case.manifest
+    errors = [
+        {"engine": t.meta.engine, "dtype": t.meta.dtype, "plan": t.meta.plan.name, "step": i, "error": o.error}
+        for t in (*runs.arithmetic, *runs.algebra)
+        for i, o in enumerate(t.meta.outcomes)
+        if o.error is not None
+    ]
+    value = verdict.to_json() | {
+        "model": {"name": manifest.name, "source": manifest.source, "revision": manifest.revision, "note": manifest.note},
+        "prompt": manifest.prompt,
+        "generated": list(_continuation(case).ids),
+        "errors": errors,
+        "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
+    }
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _continuation(case: Case) -> markdown.Continuation:
+    manifest = case.manifest
+    generated = manifest.environment.get("generated") or manifest.tokens[manifest.prompt_tokens :]
+    text = manifest.environment.get("generated_text")
+    return markdown.Continuation(tuple(generated), text if isinstance(text, str) else None)
+
+
+def _is_original(case: Case) -> bool:
+    """Whether these are the weights that the page used, so that its values may stand beside ours."""
+    return case.manifest.fingerprint == ORIGINAL
+
+
+ORIGINAL = ""
+"""Fingerprint of HuggingFaceTB/SmolLM2-135M-Instruct's own model.safetensors; unknown until somebody has it at hand."""
+
+
+def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
+    """Everything under reports/: the default model's comparison and the index."""
+    session.claim(out)
+    third = [trace.read(path) for path in candidates]
+    with session.run(session.Request(device=device)) as runs:
+        compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
+    folder = out / compared.case.manifest.name / compared.machine
+    written = compared.write(folder)
+    trace.write_text(out / "README.md", _index(out))
+    return [*written, out / "README.md"]
+
+
+def _index(out: Path) -> str:
+    rows = []
+    for path in sorted(out.glob("*/*/*.json")):
+        value = _read_json(path)
+        scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
+        link = path.with_suffix(".md").relative_to(out)
+        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {value['outcome']}{scopes} |")
+    head = [
+        "# Reports",
+        "",
+        "Each was measured by `mlxkv reports` on the machine that it names; `mlxkv reports --check` does it again.",
+        "",
+    ]
+    return "\n".join([*head, "| report | model | machine | verdict |", "|:--|:--|:--|:--|", *rows]) + "\n"
+
+
+def check(out: Path, *, device: str = "auto") -> list[str]:
+    """Makes the reports again in a scratch folder: the differences, one line each; none when they still say the same."""
+    from mlxkv import recheck
+
+    with session.scratch() as room:
+        write_all(room, device=device)
+        made = sorted(path.relative_to(room) for path in room.rglob("*") if path.is_file())
+        machine = next(path.parts[1] for path in made if len(path.parts) == 3)
+        if not list(out.glob(f"*/{machine}/*.json")):
+            raise Refusal(f"{out}: no reports for {machine}, so there is nothing to check; make them with `mlxkv reports` and commit them")
+        return recheck.folders(out, room, made)
+
+
+def bench(model: str | None, revision: str | None, *, as_json: bool, with_compare: bool, **options: Any) -> str:
+    """The speed of the port beside mlx-lm, and what a first and a second compare take."""
+    from mlxkv import bench as benches
+    from oracle.checkpoint import require_llama, resolve
+
+    checkpoint = resolve(model, revision=revision)
+    require_llama(checkpoint)
+    given = {"dtype": options["dtype"], "device": options["device"]}
+    speeds, environment = benches.speeds(
+        checkpoint.folder, **given, lengths=options["prefill"], decode=options["decode"], rounds=options["rounds"]
+    )
+    arguments = [checkpoint.source, *(["--revision", revision] if revision else []), *(f"--{k}={v}" for k, v in given.items())]
+    takes = benches.compare_takes(arguments) if with_compare else []
+    if as_json:
+        return json.dumps(benches.to_json(speeds, takes, environment), indent=1) + "\n"
+    return benches.text(checkpoint.name, speeds, takes, environment)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it or make the reports again") from error

@@ -1,0 +1,6 @@
+"""`python -m oracle` is the command line."""
+
+from oracle.cli import main
+
+if __name__ == "__main__":
+    main()

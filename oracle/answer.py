@@ -1,0 +1,134 @@
+"""A question's answer, computed and written into a folder: the transformers pool, the truth, its proofs, the measures.
+
+One set of weights is in memory at a time: transformers' in the run's dtype, the same widened to float64, then the truth's,
+a layer at a time. Nothing that is not finite is written as good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oracle import floors, reference, trace, truth
+from oracle.plan import Greedy, New, Plan, Refusal
+from oracle.question import Progress, Question
+from oracle.trace import Array, Manifest, Trace
+
+# A proof of the truth, and what chose its limit: right, the first reads 1e-14 and the second 5e-8; an eps of 1.1e-5 instead
+# of 1e-5 makes the second 7e-6, and any wrong mask, position or cache row makes the first 1e-5 or more.
+PROOF_LIMITS = {"truth_agreement": 1e-10, "transformers_double": 3e-7}
+PROOF_POSITIONS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What transformers computed: the greedy tokens, the judged plans, and logits of its float64 form."""
+
+    generated: list[int]
+    plans: dict[str, Plan]
+    double: Array
+
+
+def write(question: Question, folder: Path, *, keep_pool: bool = False, progress: Progress | None = None) -> Manifest:
+    """Everything but the manifest into `folder`, and the manifest."""
+    reference.set_up(question.threads)
+    tell = progress or (lambda what, done, total: None)
+    pool = _pool(question, folder, tell)
+    for name, plan in pool.plans.items():
+        trace.write_text(folder / "plans" / f"{name}.json", json.dumps(plan.to_json(), sort_keys=True) + "\n")
+    environment = reference.environment() | {"dtype": question.dtype, "attention": "sdpa"}
+    most, apart = truth.write(
+        folder / "truth.safetensors",
+        truth.Weights(question.checkpoint, dtype=question.dtype),
+        question.config,
+        plan=pool.plans["full"],
+        segments=question.segments(),
+        taps=question.taps,
+        environment=environment,
+        progress=progress,
+    )
+    true = trace.read(folder / "truth.safetensors")
+    proofs = _proofs(true, pool.double, most, apart)
+    tell("measuring the pool", 0, 1)
+    members = {name: trace.read(folder / file) for name, file in _files(pool.plans).items()}
+    distinct = floors.write(folder / "floors.safetensors", true, members)
+    step, full = members["sdpa-step"].logits, members["sdpa-full"].logits
+    proofs["reference_step_full_max"] = max(float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full))
+    if not keep_pool:
+        for name in members:
+            if name.startswith("eager"):
+                (folder / _files(pool.plans)[name]).unlink()
+    environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
+    return _manifest(question, folder, pool, proofs, environment)
+
+
+def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
+    """Runs the pool; its traces go to files, and transformers' weights go when this returns."""
+    dtype = question.dtype
+    tell("loading the weights into transformers", 0, 1)
+    model = reference.Reference(question.checkpoint, dtype=dtype)
+    generated: list[int] = []
+    if question.steps:
+        tell("greedy tokens", 0, 1)
+        greedy = Plan("greedy", (New("a"), Greedy("a", question.tokens, 0, question.steps)), "last")
+        generated = _whole(model.run(greedy)).meta.outcomes[1].tokens or []
+    plans = question.plans(generated)
+    files = _files(plans)
+    for i, (name, file) in enumerate(files.items()):
+        tell(f"transformers pool ({dtype}): {name}", i, len(files))
+        attention, plan = name.split("-")
+        made = _whole(model.run(plans[plan], attention="eager" if attention == "eager" else "sdpa"))
+        trace.write(folder / file, made.meta, made.arrays)
+    tell("transformers in float64", 0, 1)
+    return _Pool(generated, plans, model.double(question.sequence(generated)[:PROOF_POSITIONS]))
+
+
+def _whole(made: Trace) -> Trace:
+    """The trace, once every step of it went well and every number is finite."""
+    for i, outcome in enumerate(made.meta.outcomes):
+        if outcome.error:
+            raise Refusal(f"{made.label}: step {i} failed ({outcome.error}), expected logits; the model cannot be judged on these tokens")
+    floors.require_finite(made)
+    return made
+
+
+def _files(plans: Mapping[str, Plan]) -> dict[str, str]:
+    """The pool's members and their files; those of sdpa are the references that stay."""
+    members = [name for name in floors.MEMBERS if name.split("-")[1] in plans]
+    return {name: f"{'pool-' + name if name.startswith('eager') else 'reference-' + name.split('-')[1]}.safetensors" for name in members}
+
+
+def _proofs(true: Trace, double: Array, most: float, apart: float) -> dict[str, float]:
+    if not most > 0:
+        raise Refusal(f"{true.label}: every logit is 0, expected a trained model's; check the weights")
+    error = double - true.logits[: len(double)]
+    measured = {"truth_agreement": apart / most, "transformers_double": float(np.sqrt(np.mean(error * error))) / most}
+    return measured | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()} | {"truth_max": most}
+
+
+def _manifest(question: Question, folder: Path, pool: _Pool, proofs: dict[str, float], environment: dict[str, Any]) -> Manifest:
+    checkpoint, sequence = question.checkpoint, question.sequence(pool.generated)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return Manifest(
+        source=checkpoint.source,
+        name=checkpoint.name,
+        note=checkpoint.note,
+        revision=checkpoint.revision,
+        fingerprint=checkpoint.fingerprint,
+        config_digest=checkpoint.config_digest,
+        dtype=question.dtype,
+        prompt=question.prompt,
+        prompt_tokens=question.prompt_tokens,
+        tokens=sequence,
+        texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
+        plans={name: plan.digest for name, plan in pool.plans.items()},
+        files={path.relative_to(folder).as_posix(): trace.sha256(path) for path in files},
+        proofs=proofs,
+        environment=environment,
+        inputs=question.digest(),
+    )

@@ -1,0 +1,219 @@
+"""The run folder: everything that a judge needs from torch and transformers, in files that any machine can read.
+
+`manifest.json` is written last and names every other file with its sha256. The folder is made beside its place and
+renamed, so that it is there whole or not at all. torch is imported only while a folder is being made.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+
+from oracle import floors
+from oracle import plan as plans
+from oracle.plan import Call, Plan, Refusal
+from oracle.question import Asked, Note, Progress, ask
+from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write_manifest
+
+_OURS = ("manifest.json", "plans", "truth.safetensors", "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
+_PROOFS = {
+    "truth_agreement": "step, chunked and full agree to",
+    "transformers_double": "transformers' .double() is within",
+}
+
+
+def run(
+    model: str | None = None,
+    *,
+    out: Path | str,
+    keep_pool: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    note: Note | None = None,
+    **asked: Unpack[Asked],
+) -> Manifest:
+    """Makes the run folder `out` for a model and a `prompt` (or `tokens`); returns its manifest.
+
+    `steps` greedy tokens follow (default 20); 0 takes the tokens as the whole sequence, of which `prompt_tokens` are the
+    prompt. `chunks`, `dtype`, `threads` and `revision` are as on the command line; the truth also records `taps`.
+    `keep_pool` keeps the eager runs, `force` replaces a folder that an earlier run left.
+    """
+    _require("torch", "transformers")
+    out = Path(out).absolute()
+    _check_place(out, force=force)
+    question = ask(model, progress=progress, note=note, **asked)
+    if note:
+        note(question.estimate())
+    with _place(out, force=force) as folder:
+        if progress:
+            progress("loading torch and transformers", 0, 1)
+        from oracle import answer
+
+        manifest = answer.write(question, folder, keep_pool=keep_pool, progress=progress)
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def check(folder: Path | str) -> Manifest:
+    """The manifest, once every file is there and unchanged, says what the manifest says, is finite, and both proofs hold."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    found = _check_plans(folder, manifest)
+    wanted = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
+    for name in ("truth.safetensors", "floors.safetensors", *wanted):
+        if name not in manifest.files:
+            raise Refusal(f"{folder}: no {name} in manifest.json, expected one; copy or make the folder again")
+    for name in sorted(manifest.files):
+        if name.endswith(".safetensors") and name != "floors.safetensors":
+            plan = found["full" if name == "truth.safetensors" else name.removesuffix(".safetensors").split("-")[-1]]
+            _check_trace(folder / name, manifest, plan)
+    _check_floors(folder / "floors.safetensors", manifest)
+    for name in _PROOFS:
+        value, limit = _proof(manifest, name)
+        if not value <= limit:
+            raise Refusal(f"{folder}: {name} is {value:.3g}, expected at most {limit:g}; nothing can be judged by this truth")
+    return manifest
+
+
+def show(folder: Path | str) -> str:
+    """What is in the folder, for a person; every file is read and found unchanged first."""
+    folder = Path(folder)
+    m = read_manifest(folder)
+    size = {name: (folder / name).stat().st_size for name in ["manifest.json", *m.files]}
+    total = f"{sum(size.values()) / 1e6:.1f} MB"
+    note = f" ({m.note})" if m.note else ""
+    prompt = f"{m.prompt!r}, " if m.prompt is not None else ""
+    portable = m.source == "default" or m.note == "hub"
+    command = f"mlxkv compare --oracle {folder.name}" if portable else f"mlxkv compare MODEL --oracle {folder.name}"
+    lines = [
+        f"model        {m.name}{note}, {m.dtype}",
+        f"source       {m.source}{' at ' + m.revision if m.revision else ''}",
+        f"fingerprint  {m.fingerprint}",
+        f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, and {len(m.tokens) - m.prompt_tokens} after them",
+        f"made with    torch {m.environment.get('torch')}, transformers {m.environment.get('transformers')}, "
+        f"{m.environment.get('threads')} threads, {m.environment.get('os')}",
+        *(f"proof        {line}" for line in proofs(m)),
+        "",
+        f"{'file':40}{'bytes':>14}",
+        *(f"{name:40}{size[name]:14,}" for name in sorted(size)),
+        "",
+        f"Copy the whole folder ({total}) to the machine with MLX and run there: {command}",
+    ]
+    if not portable:
+        lines.append(f"MODEL is the same checkpoint on that machine: its fingerprint must be {m.fingerprint[:16]}...")
+    return "\n".join(lines) + "\n"
+
+
+def proofs(manifest: Manifest) -> list[str]:
+    """The truth's two proofs, one line each."""
+    lines = []
+    for name, words in _PROOFS.items():
+        value, limit = _proof(manifest, name)
+        lines.append(f"{words} {value:.1e} of max |T| (limit {limit:.0e}): {'holds' if value <= limit else 'FAILS'}")
+    return lines
+
+
+def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
+    """A proof's measured value and its limit; one that is not there is not a pass."""
+    value, limit = manifest.proofs.get(name), manifest.proofs.get(f"{name}_limit")
+    if not isinstance(value, float) or not isinstance(limit, float):
+        raise Refusal(f"manifest.json: proof {name} is {value!r} with limit {limit!r}, expected two numbers; make the folder again")
+    return value, limit
+
+
+def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
+    found = {name: plans.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
+    for name, plan in found.items():
+        if plan.digest != manifest.plans[name]:
+            raise Refusal(f"{folder / 'plans' / name}.json: digest {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make it again")
+    full = found["full"].steps[-1] if "full" in found else None
+    if not isinstance(full, Call) or list(full.tokens) != manifest.tokens or not {"step", "prefixes"} <= set(found):
+        raise Refusal(f"{folder}: plans {', '.join(found)} are not those of the manifest's {len(manifest.tokens)} tokens; make it again")
+    return found
+
+
+def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
+    trace = read(path)
+    strict = path.name == "truth.safetensors"
+    expected = {
+        "plan digest": (trace.meta.plan.digest, plan.digest),
+        "fingerprint": (trace.meta.fingerprint, manifest.fingerprint),
+        "config digest": (trace.meta.config_digest, manifest.config_digest),
+        "dtype": (trace.meta.dtype, "float64" if strict else manifest.dtype),
+        "weights dtype": (trace.meta.weights_dtype, manifest.dtype),
+        "logits' dtype": (trace.logits.dtype.name, "float64" if strict else "float32"),
+        "positions": (trace.positions.tolist(), list(range(len(manifest.tokens)))),
+    }
+    for what, (value, wanted) in expected.items():
+        if value != wanted:
+            raise Refusal(f"{path}: {what} is {str(value)[:40]}, expected {str(wanted)[:40]}; make the folder again")
+    floors.require_finite(trace)
+
+
+def _check_floors(path: Path, manifest: Manifest) -> None:
+    meta, arrays = read_arrays(path)
+    members, n = meta.get("members"), len(manifest.tokens)
+    if meta.get("format") != floors.FORMAT or not isinstance(members, list):
+        raise Refusal(f"{path}: format is {meta.get('format')!r}, expected {floors.FORMAT!r}; make the folder again")
+    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {"cached": len(floors.KINDS)}
+    for name, rows in wanted.items():
+        shape = arrays[name].shape if name in arrays else ()
+        if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():
+            raise Refusal(f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again")
+
+
+def _require(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")
+
+
+@contextmanager
+def _place(out: Path, *, force: bool) -> Iterator[Path]:
+    """An empty folder beside `out`, which takes its place if the block succeeds and is removed if it does not."""
+    mark = secrets.token_hex(4)
+    part, old = (out.parent / f".{out.name}.{mark}.{kind}" for kind in ("part", "old"))
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    try:
+        yield part
+        _check_place(out, force=force)
+        _replace(part, out, old)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _replace(part: Path, out: Path, old: Path) -> None:
+    try:
+        if out.exists():
+            out.rename(old)
+        part.rename(out)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    finally:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_place(out: Path, *, force: bool) -> None:
+    if not out.is_dir():
+        if out.exists() or out.is_symlink():
+            raise Refusal(f"{out}: exists and is no folder, expected a new one; choose another")
+        return
+    names = sorted(path.name for path in out.iterdir())
+    foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in _OURS)]
+    if foreign:
+        raise Refusal(f"{out}: holds {foreign[0]}, expected a new folder or one that the oracle made; choose another")
+    if names and not force:
+        raise Refusal(f"{out}: holds the oracle's files already; replace them with --force or choose another folder")

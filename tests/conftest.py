@@ -1,0 +1,90 @@
+"""Two processes under one command: the oracle's tests have torch, the port's have MLX and a BLAS of its own.
+
+A BLAS loaded for MLX changes torch's numbers, so the two never share a process. `pytest` over both folders runs one after
+the other and exits with the worse code; over one folder it is ordinary. Both share a room, MLXKV_TEST_ROOM, for what is
+slow to make; name a folder there to keep it from one run to the next.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+FOLDERS = ("oracle", "mlxkv")
+_HERE = Path(__file__).parent
+_ROOM = "MLXKV_TEST_ROOM"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Runs both halves when both are asked for; else leaves it to pytest."""
+    halves = [_paths(config, folder) for folder in FOLDERS]
+    if not all(halves) or config.option.help or config.option.version:
+        return None
+    options = _options(config.invocation_params.args, config.option.file_or_dir or [])
+    with tempfile.TemporaryDirectory(prefix="mlxkv-tests-") as scratch:
+        environment = {_ROOM: scratch} | os.environ
+        codes = []
+        for paths in halves:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *paths], cwd=config.invocation_params.dir, env=environment
+            )
+            try:
+                codes.append(process.wait())
+            except KeyboardInterrupt:
+                process.wait()
+                return pytest.ExitCode.INTERRUPTED
+        return combined(codes)
+
+
+def combined(codes: Sequence[int]) -> int:
+    """The worst exit code. A half in which nothing was selected counts only if it was so in both; a signal is a failure."""
+    told = [code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED]
+    return max((128 - code if code < 0 else code for code in told), default=pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def _paths(config: pytest.Config, folder: str) -> list[str]:
+    """The requested paths within one folder, or the folder where a path above it was requested."""
+    found = []
+    for arg in config.args:
+        name, _, test = str(arg).partition("::")
+        path = Path(config.invocation_params.dir, name).resolve()
+        if path.is_relative_to(_HERE / folder):
+            found.append(f"{path}::{test}" if test else str(path))
+        elif (_HERE / folder).is_relative_to(path):
+            found.append(str(_HERE / folder))
+    return found
+
+
+def _options(args: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """The arguments that are no paths. Where an option's value reads like a path, it is the one after an option."""
+    left, kept = list(paths), []
+    for before, arg in zip(("", *args), args, strict=False):
+        value = args.count(arg) > paths.count(arg) and before.startswith("-")
+        if arg in left and not value:
+            left.remove(arg)
+        else:
+            kept.append(arg)
+    return kept
+
+
+@pytest.fixture(scope="session")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that both halves share."""
+    named = os.environ.get(_ROOM)
+    folder = Path(named) if named else tmp_path_factory.mktemp("room")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _torch_and_mlx_never_meet() -> Iterator[None]:
+    yield
+    if {"torch", "mlx.core"} <= sys.modules.keys():
+        pytest.fail("torch and mlx.core are loaded in one process: a BLAS loaded for MLX changes torch's numbers")

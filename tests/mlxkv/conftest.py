@@ -1,0 +1,60 @@
+"""MLX is set up here, before any test imports it; tiny models are made once per session."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+
+from mlxkv import runtime
+
+runtime.prepare("cpu")
+
+from mlxkv.port.llama import Llama  # noqa: E402
+from mlxkv.port.weights import load  # noqa: E402
+from oracle.checkpoint import Checkpoint, resolve  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, by layout. Not to be written to."""
+    room = tmp_path_factory.mktemp("models")
+
+    def folder(layout: str) -> Path:
+        path = room / layout
+        return path if path.exists() else models.save(path, models.config(layout))
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
+    """A tiny model, by layout and dtype. A Llama keeps nothing between calls, so all tests share it."""
+    loaded: dict[tuple[str, str], Llama] = {}
+
+    def model(layout: str = "gqa", dtype: str = "float32") -> Llama:
+        if (layout, dtype) not in loaded:
+            loaded[layout, dtype] = load(folder_of(layout), dtype)
+        return loaded[layout, dtype]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def default_checkpoint() -> Checkpoint:
+    """The real default model; fetched and converted once per machine. Tests that need it fail where it cannot be had."""
+    return resolve(None)
+
+
+@pytest.fixture(scope="session")
+def default_oracle(room: Path) -> Path:
+    """The oracle's run folder of the page's prompt on the default model; made by whichever half of the tests is first."""
+    folder = room / "default-oracle"
+    if not (folder / "manifest.json").exists():
+        command = [sys.executable, "-m", "oracle", "run", "--prompt", "The capital of France is", "--out", str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder

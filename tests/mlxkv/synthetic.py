@@ -1,0 +1,142 @@
+"""An oracle folder and candidates made from random numbers: no model, no weights, a vocabulary of 64 and 24 tokens.
+
+The truth is random; the five members of the pool, and a correct candidate, are the truth plus independent noise of the
+size that float32 arithmetic makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxkv.judge.case import Case
+from oracle.plan import Plan, judged_plans
+from oracle.trace import Manifest, Meta, Trace
+
+Array = npt.NDArray[Any]
+N, PROMPT, VOCAB, LAYERS, HEADS, DIM = 24, 5, 64, 2, 2, 8
+NOISE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+LINUX = {"os": "Linux", "python": "3.11.9", "threads": 2}
+
+
+def plans(n: int = N, prompt: int = PROMPT) -> dict[str, Plan]:
+    return judged_plans([t % VOCAB for t in range(3, 3 + n)], prompt=prompt)
+
+
+def texts(n: int = N) -> list[str]:
+    return ["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, n))][:n]
+
+
+def noisy(truth: Array, rng: np.random.Generator, size: float) -> Array:
+    """The truth as a float32 run gives it, independent noise on every number."""
+    return (truth + size * rng.standard_normal(truth.shape)).astype(np.float32)
+
+
+def meta(plan: Plan, *, engine: str = "port", dtype: str = "float32", **more: Any) -> Meta:
+    given = {"fingerprint": "f" * 64, "config_digest": "c" * 64, "environment": LINUX} | more
+    return Meta(plan, engine, "1.0", dtype, weights_dtype="float32", **given)
+
+
+def cache_names() -> list[str]:
+    return [f"kv/a/{layer:03d}/{kind}" for layer in range(LAYERS) for kind in ("keys", "values")]
+
+
+def make_case(*, n: int = N, prompt: int = PROMPT, dtype: str = "float32", seed: int = 0, noise: float | None = None) -> Case:
+    """The oracle's side."""
+    rng, size, judged = np.random.default_rng(seed), NOISE[dtype] if noise is None else noise, plans(n, prompt)
+    arrays: dict[str, Array] = {"logits": 8 * rng.standard_normal((n, VOCAB)), "positions": np.arange(n, dtype=np.int32)}
+    arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
+    truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
+    members = [m for m in MEMBERS if m.split("-")[1] in judged]
+    runs = {m: noisy(arrays["logits"], rng, size) for m in members}
+    caches = {m: {name: noisy(arrays[name], rng, size / 8) for name in cache_names()} for m in members}
+    names = ("full", "step", "chunked")
+    references = {
+        name: Trace(
+            meta(judged[name], engine="transformers", dtype=dtype),
+            {"logits": runs[f"sdpa-{name}"], "positions": arrays["positions"]} | caches[f"sdpa-{name}"],
+        )
+        for name in names
+        if name in judged
+    }
+    floors = _raw_floors(truth.arrays, runs, caches)
+    manifest = Manifest(
+        source="default",
+        name="tiny",
+        note="random",
+        revision=None,
+        fingerprint="f" * 64,
+        config_digest="c" * 64,
+        dtype=dtype,
+        prompt="The capital of France is" if prompt == PROMPT else None,
+        prompt_tokens=prompt,
+        tokens=[t % VOCAB for t in range(3, 3 + n)],
+        texts=texts(n),
+        plans={name: plan.digest for name, plan in judged.items()},
+        files={},
+        proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-8},
+        environment={"os": "Linux", "torch": "2.13.0", "threads": 2},
+        inputs="i" * 64,
+    )
+    meta_floors = {"format": "mlxkv-floors/1", "members": members, "kinds": ["eager", "sdpa"], "distinct": len(members)}
+    return Case(manifest, truth, references, meta_floors, floors)
+
+
+def _raw_floors(truth: Mapping[str, Array], runs: dict[str, Array], caches: dict[str, dict[str, Array]]) -> dict[str, Array]:
+    """As DESIGN.md defines them, written out a second time here."""
+    errors = np.stack([run - truth["logits"] for run in runs.values()])
+    shift = errors.mean(-1)
+    centred = errors - shift[..., None]
+    floors = {"rms": np.sqrt((centred**2).mean(-1)), "shift": shift, "peak": np.abs(centred).max(-1)}
+    floors["cached"] = np.stack(
+        [np.sqrt(((runs[f"{k}-step"].astype(np.float64) - runs[f"{k}-full"]) ** 2).mean(-1)) for k in ("eager", "sdpa")]
+    )
+    for kind in ("keys", "values"):
+        names = [name for name in cache_names() if name.endswith(kind)]
+        of = [np.stack([np.sqrt(((cache[name] - truth[name]) ** 2).mean(-1)) for name in names]) for cache in caches.values()]
+        floors[kind] = np.stack(of)
+    return floors
+
+
+def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> dict[str, Trace]:
+    """A correct engine's runs of the judged plans: rows for all positions, for prefixes the last ones; step has its cache."""
+    rng, dtype = np.random.default_rng(seed), case.manifest.dtype
+    size, runs = NOISE[dtype] if size is None else size, {}
+    for name, plan in plans(case.length, case.manifest.prompt_tokens).items():
+        first = case.manifest.prompt_tokens - 1 if name == "prefixes" else 0
+        arrays: dict[str, Array] = {
+            "logits": noisy(case.truth.logits[first:], rng, size),
+            "positions": np.arange(first, case.length, dtype=np.int32),
+        }
+        if name == "step":
+            arrays |= {kv: noisy(case.truth.arrays[kv], rng, size / 8) for kv in cache_names()}
+        runs[name] = Trace(meta(plan, dtype=dtype), arrays)
+    return runs
+
+
+def make_algebra(case: Case, *, seed: int = 2) -> dict[str, Trace]:
+    """The same engine in float64: off by 1e-14."""
+    rng, runs = np.random.default_rng(seed), {}
+    for name, trace in make_candidates(case).items():
+        arrays: dict[str, Array] = {"positions": trace.positions}
+        for key in trace.arrays:
+            if key != "positions":
+                exact = case.truth.arrays[key][trace.positions] if key == "logits" else case.truth.arrays[key]
+                arrays[key] = exact + 1e-13 * rng.standard_normal(exact.shape)
+        runs[name] = Trace(replace(trace.meta, dtype="float64", probes={"matmul": 1e-16, "tanh": 2e-16}), arrays)
+    return runs
+
+
+def changed(trace: Trace, name: str, change: Callable[[Array], Array]) -> Trace:
+    """The trace with one array changed; the original stays as it is."""
+    return replace(trace, arrays=dict(trace.arrays) | {name: change(trace.arrays[name].copy())})
+
+
+def rows(trace: Trace, keep: list[int]) -> Trace:
+    """The trace with only these rows, in this order, repeats allowed."""
+    return replace(trace, arrays=dict(trace.arrays) | {name: trace.arrays[name][keep] for name in ("logits", "positions")})
