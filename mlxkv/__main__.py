@@ -1,5 +1,19 @@
-"""`python -m mlxkv` is the command `mlxkv`."""
+"""The command `mlxkv`, also as `python -m mlxkv`."""
 
-from mlxkv.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Imports the command line where an interrupt is already caught."""
+    try:
+        from mlxkv import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlxkv.engines.job import AlreadySaid
+from mlxkv.engines import AlreadySaid
 from mlxkv.progress import bar
 from mlxkv.report.text import columns
 from oracle.plan import Refusal

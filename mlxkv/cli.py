@@ -181,7 +181,7 @@ def _command_line() -> str:
 
 def main() -> None:
     """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either."""
-    from mlxkv.engines.job import AlreadySaid
+    from mlxkv.engines import AlreadySaid
 
     try:
         sys.exit(cli(standalone_mode=False))
@@ -201,7 +201,3 @@ def main() -> None:
         # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
         sys.stderr.close()
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,9 +13,9 @@ from mlxkv.engines.job import Finished
 from mlxkv.judge import delta
 from mlxkv.judge.case import Case, by_plan, door
 from mlxkv.judge.result import Verdict
-from mlxkv.judge.verdict import SIGMA, judge
+from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
-from oracle import trace
+from oracle import tokens, trace
 from oracle.plan import Refusal
 
 NAMES = ("compare.svg", "compare.json", "compare.md")
@@ -76,7 +76,7 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             case.manifest,
             sides=sides,
             commands=commands,
-            continuation=_continuation(case),
+            continuation=_continuation(runs),
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
             page=_is_original(case),
@@ -98,7 +98,7 @@ def _third(case: Case, traces: Sequence[trace.Trace]) -> dict[str, trace.Trace]:
 
 def _plot(verdict: Verdict, case: Case) -> str:
     title = f"{case.manifest.name}, {case.manifest.dtype}: error by position"
-    return plots.error_by_position(verdict.curves, verdict.floor, limit=SIGMA, texts=case.manifest.texts, title=title)
+    return plots.error_by_position(verdict.curves, verdict.floor, limit=WORST, texts=case.manifest.texts, title=title)
 
 
 def _json(verdict: Verdict, case: Case, runs: session.Runs) -> str:
@@ -112,18 +112,18 @@ def _json(verdict: Verdict, case: Case, runs: session.Runs) -> str:
     value = verdict.to_json() | {
         "model": {"name": manifest.name, "source": manifest.source, "revision": manifest.revision, "note": manifest.note},
         "prompt": manifest.prompt,
-        "generated": list(_continuation(case).ids),
+        "generated": list(_continuation(runs).ids),
         "errors": errors,
         "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _continuation(case: Case) -> markdown.Continuation:
-    manifest = case.manifest
+def _continuation(runs: session.Runs) -> markdown.Continuation:
+    manifest = runs.case.manifest
     generated = manifest.environment.get("generated") or manifest.tokens[manifest.prompt_tokens :]
-    text = manifest.environment.get("generated_text")
-    return markdown.Continuation(tuple(generated), text if isinstance(text, str) else None)
+    tokenizer = tokens.load(runs.checkpoint.folder)
+    return markdown.Continuation(tuple(generated), tokenizer.decode(generated) if tokenizer else None)
 
 
 def _is_original(case: Case) -> bool:

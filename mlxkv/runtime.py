@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -38,11 +39,8 @@ def prepare(device: str = "auto") -> dict[str, Any]:
     os.environ["MLX_ENABLE_TF32"] = "0"
     blas = load_blas() if sys.platform == "linux" else "Accelerate" if sys.platform == "darwin" else "unknown"
     mx = require_mlx()
-    has_gpu = bool(mx.is_available(mx.gpu))
-    if device == "gpu" and not has_gpu:
-        raise Refusal("--device gpu: MLX finds no GPU here; use --device cpu or auto")
-    mx.set_default_device(mx.gpu if has_gpu and device != "cpu" else mx.cpu)
-    used = "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+    used = _choose(mx, device)
+    mx.set_default_device(mx.gpu if used == "gpu" else mx.cpu)
     return host() | {
         "mlx": version("mlx"),
         "device": used,
@@ -51,6 +49,23 @@ def prepare(device: str = "auto") -> dict[str, Any]:
         "threads": os.cpu_count() or 1,
         "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
     }
+
+
+def has(package: str) -> bool:
+    """Whether a package could be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def require_device(device: str) -> None:
+    """Refuses a comparison whose port could not run, before the oracle is asked; asking MLX itself only where it must be."""
+    if not has("mlx"):
+        raise Refusal("mlx is not installed: pip install 'mlxkv[port]'")
+    if device == "gpu":
+        mx = require_mlx()
+        _choose(mx, device)
 
 
 def require_mlx() -> Any:
@@ -63,6 +78,13 @@ def require_mlx() -> Any:
             raise Refusal(f"mlx is installed without its backend ({error}): {line}, which takes mlx[cpu] on Linux") from error
         raise Refusal(f"mlx is not installed: {line}") from error
     return mx
+
+
+def _choose(mx: Any, device: str) -> str:
+    has_gpu = bool(mx.is_available(mx.gpu))
+    if device == "gpu" and not has_gpu:
+        raise Refusal("--device gpu: MLX finds no GPU here; use --device cpu or auto")
+    return "gpu" if has_gpu and device != "cpu" else "cpu"
 
 
 def load_blas() -> str:
@@ -97,7 +119,7 @@ def _found_blas() -> list[tuple[str, str]]:
 def host() -> dict[str, Any]:
     """The machine, without anything that names its owner."""
     return {
-        "os": f"{platform.system()} {platform.release()}" if sys.platform != "darwin" else f"macOS {platform.mac_ver()[0]}",
+        "os": " ".join([platform.system(), *platform.libc_ver()]) if sys.platform != "darwin" else f"macOS {platform.mac_ver()[0]}",
         "arch": platform.machine(),
         "cpu": cpu_name(),
         "python": platform.python_version(),

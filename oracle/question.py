@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 from oracle import tokens as tokenizers
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.config import Config, check_weights, read_config
-from oracle.plan import Plan, Refusal, judged_plans
+from oracle.plan import Call, Plan, Refusal, judged_plans
 from oracle.trace import inputs_digest
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
@@ -82,14 +82,16 @@ class Question:
             threads=self.threads,
         )
 
-    def segments(self) -> dict[str, list[int]]:
-        """How the truth follows the sequence: whole; the prompt, then singles; in chunks, the rest as one more.
+    def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
+        """How the truth follows the sequence: whole; the prompt, then singles; the prompt in chunks, the rest as one more.
 
         The last chunk is what the chunked plan does not have: many queries over a long history.
         """
         n, p = self.length, self.prompt_tokens
-        first = -(-3 * p // 5)
-        chunks = list(self.chunks or [first, p - first])
+        chunks = [p]
+        if "chunked" in plans:
+            sizes = [len(step.tokens) for step in plans["chunked"].steps if isinstance(step, Call)]
+            chunks = sizes[: len(sizes) - (n - p)]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [size for size in [*chunks, n - p] if size]}
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 

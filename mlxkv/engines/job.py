@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlxkv.engines import AlreadySaid
 from oracle.plan import Plan, Refusal, from_json
 from oracle.trace import write_text
 
@@ -98,10 +99,6 @@ def start(arguments: list[str], *, quiet: bool = False) -> Finished:
         raise Refusal(f"{arguments[0]}: its process failed ({died}); run `python -m {' '.join(arguments)}` to see why")
     # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
     return Finished(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-
-
-class AlreadySaid(Exception):
-    """A process of ours has refused and has said why on stderr."""
 
 
 def serve(follow: Callable[[Job], None]) -> None:

@@ -5,11 +5,11 @@ Results are used again when the digest of everything they depend on is the same.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxkv import runtime
 from mlxkv.engines import job
 from oracle import plan as plans
 from oracle import trace
@@ -78,7 +78,7 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
 def require_torch() -> None:
     """A Refusal with the line that installs what is missing."""
     for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
+        if not runtime.has(package):
             raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]', or give --oracle DIR with a folder made elsewhere")
 
 

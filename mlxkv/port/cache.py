@@ -141,8 +141,9 @@ class Cache:
 
     def crop(self, length: int) -> int:
         """Keeps the first `length` tokens and returns how many were dropped; a CacheError if fewer are held."""
-        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(self):
+        if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length <= len(self):
             raise CacheError(f"cache: crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held")
+        length = int(length)
         dropped = len(self) - length
         self._layers = tuple(layer.crop(length) for layer in self._layers)
         return dropped
@@ -156,14 +157,15 @@ class Cache:
         """
         held = len(self) if self.use_kv_cache else 0
         start = held if index_pos is None else index_pos
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+        if not isinstance(start, int | np.integer) or isinstance(start, bool) or start < 0:
             raise CacheError(f"cache: index_pos is {start!r}, expected a whole number from 0")
+        start = int(start)
         if config != self.config:
             raise CacheError("cache: made for another config than the model's; make it with Cache(model.config)")
         if dtype != self.dtype:
             mine, theirs = name_of(self.dtype), name_of(dtype)
             raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
-        if length == 0:
+        if batch == 0 or length == 0:
             raise CacheError(f"cache: no new tokens (the cache holds {held}); a call needs at least one")
         limit = self.config.max_position_embeddings
         if start + length > limit:

@@ -7,6 +7,7 @@ transformers' LlamaConfig would fill in a value silently, the same value is take
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ IGNORED = {
     "pad_token_id": "there is no padding",
     "is_llama_config": "a mark that changes nothing",
     "transformers_version": "says who wrote the file",
+    "unsloth_version": "says who wrote the file",
+    "unsloth_fixed": "says who wrote the file",
     "transformers.js_config": "for another runtime",
     "_name_or_path": "says where the file came from",
     "_attn_implementation_autoset": "chooses an implementation, not a result",
@@ -47,11 +50,22 @@ IGNORED = {
     "return_dict": "the form of transformers' output",
     "id2label": "labels of classifiers",
     "label2id": "labels of classifiers",
+    "num_labels": "labels of classifiers",
     "problem_type": "labels of classifiers",
+    "tokenizer_class": "the tokenizer decides",
+    "max_length": "for generation",
+    "temperature": "for generation",
+    "top_k": "for generation",
+    "top_p": "for generation",
 }
 
 # Keys that a Llama may carry only with a value that changes nothing.
-_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {"rope_interleaved": (False,), "rope_traditional": (False,), "is_encoder_decoder": (False,)}
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "rope_interleaved": (False,),
+    "rope_traditional": (False,),
+    "is_encoder_decoder": (False,),
+    "partial_rotary_factor": (1.0,),
+}
 
 
 class ConfigError(Refusal):
@@ -223,6 +237,8 @@ class _Reader:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._error(key, "a whole number from 1", value)
+        if value >= 2**31:
+            raise self._error(key, "a whole number below 2147483648 (MLX's largest axis)", value)
         return value
 
     def _flag(self, key: str) -> bool:
@@ -238,7 +254,7 @@ class _Reader:
         return self._number(key, self.value[key], above=0.0)
 
     def _number(self, key: str, value: Any, *, above: float) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= sys.float_info.max:
             raise self._error(key, f"a number above {above:g}", value)
         return float(value)
 

@@ -141,7 +141,10 @@ class Llama(nn.Module):
             raise
 
     def _ids(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        ids = np.array(tokens)
+        try:
+            ids = np.array(tokens)
+        except ValueError as error:
+            raise CacheError("tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers") from error
         if ids.ndim != 2 or (ids.size and ids.dtype.kind not in "iu"):
             raise CacheError(f"tokens: expected whole numbers of shape (B, L), got shape {ids.shape} {ids.dtype}")
         V = self.config.vocab_size

@@ -13,6 +13,9 @@ from mlxkv.port.ops import dtype_of
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.plan import Refusal
 
+STORED = ("F32", "F16", "BF16")
+"""What MLX reads as floats. Quantised integers would be cast without their scales, and it reads no F64."""
+
 
 def load(path: str | Path | None = None, dtype: str = "float32", *, rounded_to: str | None = None) -> Llama:
     """A Llama from a folder, a GGUF file, a hub id, or (None) the default model.
@@ -56,9 +59,11 @@ def _names(checkpoint: Checkpoint, expected: dict[str, mx.array], *, tied: bool)
     for name in sorted(found - set(expected)):
         raise Refusal(f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json")
     for name, array in expected.items():
-        shape = checkpoint.tensors[name].shape
-        if tuple(shape) != array.shape:
-            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(shape)}, expected {list(array.shape)} by config.json")
+        stored = checkpoint.tensors[name]
+        if stored.shape != array.shape:
+            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(stored.shape)}, expected {list(array.shape)} by config.json")
+        if stored.dtype not in STORED:
+            raise Refusal(f"{checkpoint.folder}: {name} is stored as {stored.dtype}, expected one of {', '.join(STORED)}; convert it first")
     return list(expected)
 
 

@@ -27,7 +27,7 @@ EVERY = 96
 
 # Two correct engines of candle's size of error lie sqrt(2) of it apart: 4 sqrt(2) for a plan's rows together leaves a factor of 4,
 # and a single row may be twice as bad. Worst measured, over all plans with rows: with BLIS 1.8 together and 5.1 in one row, with
-# OpenBLAS 3.5 (mha stale-one, three rows; the next is @NEXT@) and 6.0, with MLX's own BLAS 2.0 and 5.6.
+# OpenBLAS 3.5 (mha stale-one, three rows; the next is 2.7) and 6.0, with MLX's own BLAS 2.0 and 5.6.
 POOLED_LIMIT = 4 * 2**0.5
 ROW_LIMIT = 8 * 2**0.5
 

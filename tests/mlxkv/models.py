@@ -94,3 +94,49 @@ def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array] |
 def ids(n: int, *, seed: int = 0, vocab: int = 40) -> list[int]:
     """Random token ids."""
     return [int(i) for i in np.random.default_rng(seed).integers(0, vocab, n)]
+
+
+def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: list[int]) -> npt.NDArray[np.float64]:
+    """(L, V): logits of every position in float64 numpy, without a cache: the formulas, written down once more."""
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    L, D = len(tokens), config["head_dim"]
+    turns = np.exp(1j * np.arange(L)[:, None, None] * _frequencies(config))  # [L, 1, D/2]
+
+    def linear(name: str, x: Array) -> Array:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(name: str, x: Array) -> Array:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+
+    def turned(x: Array) -> Array:
+        pairs = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * turns
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        h = norm(f"{layer}.input_layernorm", x)
+        q, k, v = (linear(f"{layer}.self_attn.{n}_proj", h).reshape(L, -1, D) for n in "qkv")
+        k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (turned(k), v))
+        scores = np.einsum("ihd,jhd->hij", turned(q), k) / D**0.5 + np.triu(np.full((L, L), -np.inf), 1)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hij,jhd->ihd", shares / shares.sum(-1, keepdims=True), v)
+        x = x + linear(f"{layer}.self_attn.o_proj", mixed.reshape(L, -1))
+        h = norm(f"{layer}.post_attention_layernorm", x)
+        gate = linear(f"{layer}.mlp.gate_proj", h)
+        x = x + linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{layer}.mlp.up_proj", h))
+    head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    found: npt.NDArray[np.float64] = norm("model.norm", x) @ w[f"{head}.weight"].T
+    return found
+
+
+def _frequencies(config: Mapping[str, Any]) -> Array:
+    plain = config["rope_theta"] ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    scaling = config.get("rope_scaling")
+    if not scaling:
+        return plain
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    blend = (turns - low) / (high - low)
+    between = (1 - blend) * plain / scaling["factor"] + blend * plain
+    return np.where(turns > high, plain, np.where(turns < low, plain / scaling["factor"], between))

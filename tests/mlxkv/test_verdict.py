@@ -107,7 +107,7 @@ def test_a_coarse_dtype_agrees_too_and_says_what_would_pass(dtype: str) -> None:
     case = make_case(dtype=dtype)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
     assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
-    assert [n.split(" (")[0] for n in verdict.notes] == [f"in {dtype} a fault as small as logits times 1.001 would pass"]
+    assert [n.split(" (")[0] for n in verdict.notes] == [f"in {dtype} a fault as small as logits times 1.001 passes"]
 
 
 LOGITS = ["sigma", "worst position", "peak", "shift"]
@@ -185,6 +185,12 @@ def test_a_fault_is_caught_by_its_gates_and_at_its_place(fault: str) -> None:
     assert (first.position, first.token, first.plan) == (position, texts()[position], plan)
     assert verdict.hint is not None
     assert "mlxkv locate" in verdict.hint
+
+
+def test_every_gate_that_meets_a_nan_has_its_place() -> None:
+    logits, cache = judge(CASE, FAULTS["a NaN"][0]), judge(CASE, FAULTS["a NaN in the cache"][0])
+    assert [gate(logits, name).first for name in ("finite", *LOGITS, CACHED)] == [7] * 6
+    assert [gate(cache, f"values {what}").first for what in ("median", "95%", "worst row")] == [7] * 3
 
 
 def test_the_place_in_the_cache_has_its_layer_and_head() -> None:
@@ -336,8 +342,9 @@ def proofs(**values: Any) -> Case:
 )
 def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None:
     wrong = proofs(**{name: value})
-    for runs in (RUNS, FAULTS["one row wrong"][0]):
-        verdict = judge(wrong, runs, algebra=EXACT)
+    off = EXACT | {"full": changed(EXACT["full"], "logits", lambda a: a + 1e-6)}
+    for runs, algebra in ((RUNS, EXACT), (FAULTS["one row wrong"][0], EXACT), (RUNS, off)):
+        verdict = judge(wrong, runs, algebra=algebra)
         assert (verdict.outcome, verdict.first_wrong) == ("cannot tell", None)
         assert verdict.reasons[0].startswith(f"truth's proof {name}: ")
     assert judge(wrong, FAULTS["a NaN"][0]).outcome == "differ"
@@ -355,7 +362,8 @@ def bad_member(scale: float) -> Case:
 
 
 def test_a_pool_whose_member_does_not_agree_with_the_others_tells_nothing() -> None:
-    verdict = judge(bad_member(1.0003), FAULTS["one row wrong"][0], algebra=EXACT)
+    verdict = judge(bad_member(1.0003), FAULTS["rows one too late"][0], algebra=EXACT)
+    assert "sigma" in failed(verdict)
     assert (verdict.outcome, [c.passed for c in verdict.controls]) == ("cannot tell", [False, True, True])
     assert verdict.reasons[0].startswith("control 'sdpa-step, held out': sigma is 2")
     algebra = EXACT | {"full": changed(EXACT["full"], "logits", lambda a: a + 1e-6)}

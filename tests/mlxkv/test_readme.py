@@ -1,0 +1,50 @@
+"""README's commands are the ones that CI runs, and its Python runs as written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_ci_calls_the_very_test_command_that_readme_names() -> None:
+    (command,) = [line for block in blocks("sh") for line in block.splitlines() if line.endswith("&& pytest")]
+    assert f"{{ {command}; }} || exit 1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_python_example_runs_as_written(folder_of: Callable[[str], Path]) -> None:
+    from mlxkv import CacheError
+
+    (code,) = [block for block in blocks("python") if "mlxkv.load" in block]
+    code = code.replace("path/to/folder", str(folder_of("gqa")))
+    code = re.sub(r"\[\[(\d+(?:, \d+)*)\]\]", lambda m: str([[int(n) % 40 for n in m[1].split(", ")]]), code)
+    with pytest.raises(CacheError, match=r"index_pos is 0, expected 5 \(the cache holds 5 tokens\)"):
+        exec(code, {})
+
+
+def test_the_candle_example_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oracle import trace
+
+    (code,) = [block for block in blocks("python") if "candle.read" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('"tests/', f'"{ROOT}/tests/'), {})
+    written = trace.read(tmp_path / "candle-cached.safetensors")
+    assert written.logits.shape == (20, 128)
+    assert written.positions.tolist() == list(range(4, 24))
+    assert written.meta.engine == "candle"
+
+
+def test_every_command_stands_in_readme() -> None:
+    from mlxkv.cli import cli
+
+    for name in cli.commands:
+        assert f"`mlxkv {name}" in README

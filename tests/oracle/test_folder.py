@@ -1,0 +1,374 @@
+"""The run folder: whole or not there, checked to the last byte; and the default model's goldens."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import models
+import numpy as np
+import pytest
+
+import oracle
+from oracle import answer, folder, trace
+from oracle.plan import Refusal
+from oracle.question import ask
+
+PROMPT = "The capital of France is"
+GENERATED = [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216]
+FILES = ["floors.safetensors", "plans/chunked.json", "plans/full.json", "plans/prefixes.json", "plans/step.json"]
+FILES += ["reference-chunked.safetensors", "reference-full.safetensors", "reference-step.safetensors", "truth.safetensors"]
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+
+
+@pytest.fixture(scope="session")
+def default_run(default_checkpoint, tmp_path_factory):
+    """A run folder of the default model, made once a session."""
+    out = tmp_path_factory.mktemp("oracle") / "default"
+    return out, oracle.run(out=out, prompt=PROMPT, threads=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "gqa"))
+
+
+@pytest.fixture(scope="module")
+def kept(model, tmp_path_factory):
+    """A tiny run folder with its whole pool."""
+    out = tmp_path_factory.mktemp("oracle") / "run"
+    oracle.run(model, out=out, tokens=models.tokens(7), steps=6, chunks=(2, 4, 1), threads=1, keep_pool=True)
+    return out
+
+
+@pytest.fixture
+def copy(kept, tmp_path):
+    return shutil.copytree(kept, tmp_path / "copy")
+
+
+def refused(function, *args, **kwargs):
+    with pytest.raises(Refusal) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def names(path):
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+def test_the_default_models_greedy_tokens_and_sizes_are_the_goldens(default_run):
+    out, manifest = default_run
+    assert manifest.environment["generated"] == GENERATED
+    assert manifest.tokens == [504, 3575, 282, 4649, 314, *GENERATED[:19]]
+    assert (manifest.prompt, manifest.prompt_tokens, manifest.texts[:5]) == (PROMPT, 5, ["The", " capital", " of", " France", " is"])
+    assert names(out) == sorted([*FILES, "manifest.json"])
+    assert sorted(manifest.files) == FILES
+    step = trace.read(out / "reference-step.safetensors")
+    assert step.logits.shape == (24, 49152)
+    assert step.logits.dtype == np.float32
+    assert step.kv("a", 29)[0].shape == (3, 24, 64)
+    assert step.kv("a", 30) is None
+
+
+def test_the_default_models_distances_are_those_known(default_run):
+    out, manifest = default_run
+    assert manifest.proofs["truth_max"] == pytest.approx(38.246, abs=5e-4)
+    assert manifest.proofs["truth_agreement"] < 1e-13
+    assert manifest.proofs["transformers_double"] == pytest.approx(5.5e-8, rel=0.2)
+    assert 3e-5 < manifest.proofs["reference_step_full_max"] < 9e-5
+    true = trace.read(out / "truth.safetensors")
+    assert true.arrays["tap/029/hidden"].shape == (24, 576)
+    assert true.logits.dtype == np.float64
+    error = trace.read(out / "reference-full.safetensors").logits[4:] - true.logits[4:]
+    assert 5e-6 < np.sqrt((error * error).mean()) < 2e-5
+    assert true.logits[4:].argmax(-1).tolist() == GENERATED
+
+
+def test_the_default_folder_checks_and_shows(default_run):
+    out, manifest = default_run
+    assert folder.check(out) == manifest
+    text = folder.show(out)
+    assert "model        SmolLM2-135M-Instruct (wheel, Q4_1 dequantised), float32" in text
+    assert "sequence     24 tokens: 'The capital of France is', 5 tokens, and 19 after them" in text
+    assert text.endswith("to the machine with MLX and run there: mlxkv compare --oracle default\n")
+
+
+def test_the_floors_are_the_formulas(kept):
+    meta, floors = trace.read_arrays(kept / "floors.safetensors")
+    assert meta == {"format": "mlxkv-floors/1", "members": MEMBERS, "kinds": ["eager", "sdpa"], "distinct": meta["distinct"]}
+    files = [f"pool-{name}" if name.startswith("eager") else f"reference-{name[5:]}" for name in MEMBERS]
+    members = {name: trace.read(kept / f"{file}.safetensors") for name, file in zip(MEMBERS, files, strict=True)}
+    assert meta["distinct"] == len({m.logits.tobytes() for m in members.values()}) >= 3
+    true = trace.read(kept / "truth.safetensors")
+    for m, name in enumerate(MEMBERS):
+        error = members[name].logits.astype(np.float64) - true.logits
+        shift = error.mean(1)
+        centred = error - shift[:, None]
+        np.testing.assert_allclose(floors["shift"][m], shift, rtol=0, atol=1e-16)
+        np.testing.assert_allclose(floors["rms"][m], np.sqrt((centred**2).mean(1)), rtol=1e-12)
+        np.testing.assert_allclose(floors["peak"][m], np.abs(centred).max(1), rtol=1e-12)
+        for i in range(3):
+            for kind, mine, ours in zip(("keys", "values"), members[name].kv("a", i), true.kv("a", i), strict=True):
+                expected = np.sqrt(((mine.astype(np.float64) - ours) ** 2).mean(-1))
+                np.testing.assert_allclose(floors[kind][m, i], expected, rtol=1e-12)
+    for k, kind in enumerate(("eager", "sdpa")):
+        apart = members[f"{kind}-step"].logits.astype(np.float64) - members[f"{kind}-full"].logits
+        np.testing.assert_allclose(floors["cached"][k], np.sqrt((apart**2).mean(1)), rtol=1e-12)
+
+
+def test_the_pools_noise_is_float32s(kept):
+    _, floors = trace.read_arrays(kept / "floors.safetensors")
+    assert 1e-9 < floors["rms"].min() < floors["rms"].max() < 1e-5
+    assert floors["keys"].max() < 1e-5
+
+
+def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr("oracle.floors._BLOCK", 4 * models.VOCAB)
+    from oracle import floors
+
+    members = {name: trace.read(kept / f"reference-{name[5:]}.safetensors") for name in MEMBERS[2:]}
+    members |= {name: trace.read(kept / f"pool-{name}.safetensors") for name in MEMBERS[:2]}
+    floors.write(tmp_path / "f.safetensors", trace.read(kept / "truth.safetensors"), members)
+    whole, pieces = trace.read_arrays(kept / "floors.safetensors"), trace.read_arrays(tmp_path / "f.safetensors")
+    assert whole[0] == pieces[0]
+    for name, array in whole[1].items():
+        np.testing.assert_allclose(pieces[1][name], array, rtol=1e-12, atol=1e-18)
+
+
+def test_the_pool_is_kept_when_asked(kept):
+    assert names(kept) == sorted([*FILES, "manifest.json", "pool-eager-full.safetensors", "pool-eager-step.safetensors"])
+    folder.check(kept)
+
+
+def test_the_plans_are_those_asked_for(kept):
+    manifest = trace.read_manifest(kept)
+    chunked = json.loads((kept / "plans" / "chunked.json").read_text())
+    assert [len(s["tokens"]) for s in chunked["steps"][1:]] == [2, 4, 1, 1, 1, 1, 1, 1]
+    assert manifest.tokens == models.tokens(7) + manifest.environment["generated"][:5]
+    assert (manifest.prompt, manifest.texts, manifest.note) == (None, [], "")
+
+
+def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
+    manifest = oracle.run(model, out=tmp_path / "out", tokens=[5], steps=4, threads=1)
+    assert sorted(manifest.plans) == ["full", "prefixes", "step"]
+    assert "reference-chunked.safetensors" not in manifest.files
+    assert trace.read_arrays(tmp_path / "out" / "floors.safetensors")[0]["members"] == MEMBERS[:4]
+    folder.check(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "steps", "length"), [(9, 4, 0, 9), (9, None, 0, 9), (1, None, 0, 1), (6, 6, 1, 6), (6, None, 3, 8)]
+)
+def test_a_sequence_may_be_given_whole(model, tmp_path, given, prompt, steps, length):
+    ids = models.tokens(given)
+    manifest = oracle.run(model, out=tmp_path / "out", tokens=ids, prompt_tokens=prompt, steps=steps, threads=1)
+    assert manifest.tokens[:given] == ids
+    assert (len(manifest.tokens), manifest.prompt_tokens) == (length, prompt or given)
+    assert len(manifest.environment["generated"]) == steps
+    folder.check(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_are_judged_on_rounded_weights(model, tmp_path, dtype):
+    manifest = oracle.run(model, out=tmp_path / "out", tokens=models.tokens(5), steps=4, threads=1, dtype=dtype)
+    folder.check(tmp_path / "out")
+    assert manifest.dtype == dtype
+    assert manifest.proofs["transformers_double"] < 3e-7
+    _, floors = trace.read_arrays(tmp_path / "out" / "floors.safetensors")
+    assert floors["rms"].min() > 1e-4
+
+
+def test_more_taps_are_recorded_when_asked_for(model, tmp_path):
+    oracle.run(model, out=tmp_path / "out", tokens=models.tokens(5), steps=1, threads=1, taps=("hidden", "scores"))
+    true = trace.read(tmp_path / "out" / "truth.safetensors")
+    assert true.arrays["tap/002/scores"].shape == (6, 5, 5)
+    assert true.arrays["tap/002/hidden"].shape == (5, 48)
+
+
+@pytest.mark.parametrize("name", [*FILES, "pool-eager-step.safetensors"])
+def test_a_changed_byte_is_found_by_file(copy, name):
+    with (copy / name).open("r+b") as file:
+        file.seek(-3, 2)
+        old = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([old[0] ^ 1]))
+    assert refused(folder.check, copy).startswith(f"{copy / name}: sha256 is ")
+
+
+def test_a_missing_file_is_not_a_pass(copy):
+    (copy / "floors.safetensors").unlink()
+    assert refused(folder.check, copy).startswith(f"{copy / 'floors.safetensors'}: cannot be read")
+
+
+def edited(path, **changes):
+    """The folder with another manifest, whose hashes fit what is there."""
+    manifest = trace.read_manifest(path)
+    trace.write_manifest(path, dataclasses.replace(manifest, **changes))
+    return manifest
+
+
+def rehashed(path, name):
+    value = json.loads((path / "manifest.json").read_text())
+    value["files"][name] = trace.sha256(path / name)
+    (path / "manifest.json").write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda m: {"files": {k: v for k, v in m.files.items() if k != "truth.safetensors"}}, "no truth.safetensors in manifest.json"),
+        (lambda m: {"fingerprint": "0" * 64}, "fingerprint is"),
+        (lambda m: {"config_digest": "0" * 64}, "config digest is"),
+        (lambda m: {"dtype": "bfloat16"}, "dtype is float32, expected bfloat16"),
+        (lambda m: {"tokens": [*m.tokens[:-1], m.tokens[-1] ^ 1]}, "are not those of the manifest's 12 tokens"),
+        (lambda m: {"plans": m.plans | {"step": m.plans["full"]}}, "plans/step.json: digest"),
+        (lambda m: {"proofs": m.proofs | {"transformers_double": 4e-7}}, "transformers_double is 4e-07, expected at most 3e-07"),
+        (lambda m: {"proofs": m.proofs | {"truth_agreement": 2e-10}}, "truth_agreement is 2e-10, expected at most 1e-10"),
+        (lambda m: {"proofs": {}}, "proof truth_agreement is None"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_refused(copy, change, named):
+    edited(copy, **change(trace.read_manifest(copy)))
+    assert named in refused(folder.check, copy)
+
+
+def test_a_trace_of_another_plan_is_refused(copy):
+    shutil.copy(copy / "reference-step.safetensors", copy / "reference-full.safetensors")
+    rehashed(copy, "reference-full.safetensors")
+    assert "reference-full.safetensors: plan digest is" in refused(folder.check, copy)
+
+
+def test_a_number_that_is_not_finite_is_found(copy):
+    path = copy / "reference-step.safetensors"
+    made = trace.read(path)
+    arrays = {name: array.copy() for name, array in made.arrays.items()}
+    arrays["logits"][7, 3] = np.inf
+    trace.write(path, made.meta, arrays)
+    rehashed(copy, path.name)
+    assert refused(folder.check, copy).startswith(f"{path}: logits is not finite at position 7")
+
+
+@pytest.mark.parametrize("asked", [{"steps": 6}, {"steps": 6, "taps": ("hidden",), "dtype": "float32"}])
+def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
+    question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
+    assert question.digest() == trace.read_manifest(kept).inputs
+    code = (
+        "import sys; from oracle.trace import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
+    )
+    code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_input_changes_the_digest():
+    inputs = {"fingerprint": "f", "config_digest": "c", "tokens": [1, 2], "prompt_tokens": 2, "steps": 3, "chunks": None}
+    inputs |= {"dtype": "float32", "threads": 2}
+    other = {"fingerprint": "g", "config_digest": "d", "tokens": [1, 3], "prompt_tokens": 1, "steps": 4, "chunks": [1, 1]}
+    other |= {"dtype": "float16", "threads": 1}
+    digests = {trace.inputs_digest(**inputs), *(trace.inputs_digest(**inputs | {key: value}) for key, value in other.items())}
+    assert len(digests) == 1 + len(other)
+
+
+def test_an_existing_folder_is_replaced_only_by_force(model, copy, monkeypatch):
+    before = (copy / "manifest.json").read_bytes()
+    assert "replace them with --force" in refused(oracle.run, model, out=copy, tokens=[1, 2], steps=2, threads=1)
+    assert (copy / "manifest.json").read_bytes() == before
+    oracle.run(model, out=copy, tokens=[1, 2], steps=2, threads=1, force=True)
+    assert folder.check(copy).tokens[:2] == [1, 2]
+    assert names(copy) == sorted([*FILES, "manifest.json"])
+    assert [p.name for p in copy.parent.iterdir()] == ["copy"]
+
+
+def test_a_damaged_folder_of_ours_can_be_replaced(model, copy):
+    (copy / "manifest.json").write_text("{")
+    oracle.run(model, out=copy, tokens=[1, 2], steps=2, threads=1, force=True)
+    folder.check(copy)
+
+
+def test_somebody_elses_folder_is_never_replaced(model, copy):
+    (copy / "thesis.tex").write_text("years of work")
+    assert f"{copy}: holds thesis.tex" in refused(oracle.run, model, out=copy, tokens=[1, 2], steps=2, force=True)
+    assert (copy / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(model, copy, monkeypatch, error):
+    def stop(*args, **kwargs):
+        raise error
+
+    before = {name: (copy / name).read_bytes() for name in names(copy)}
+    monkeypatch.setattr(answer.truth, "write", stop)
+    for out in (copy, copy.parent / "new"):
+        with pytest.raises(error):
+            oracle.run(model, out=out, tokens=[1, 2], steps=2, threads=1, force=True)
+    assert {name: (copy / name).read_bytes() for name in names(copy)} == before
+    assert [p.name for p in copy.parent.iterdir()] == ["copy"]
+
+
+def test_a_failed_proof_is_written_down_and_fails_the_check(model, tmp_path, monkeypatch):
+    right = answer.truth.rms_norm
+    monkeypatch.setattr(answer.truth, "rms_norm", lambda x, weight, eps: right(x, weight, 1.1 * eps))
+    manifest = oracle.run(model, out=tmp_path / "out", tokens=models.tokens(6), steps=3, threads=1)
+    assert manifest.proofs["truth_agreement"] < 1e-13
+    assert manifest.proofs["transformers_double"] > 3e-6
+    assert "FAILS" in folder.show(tmp_path / "out")
+    assert "transformers_double is" in refused(folder.check, tmp_path / "out")
+
+
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path):
+    config = models.config_of("mha")
+    tensors = models.tensors_of(config)
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
+    model = models.write(tmp_path / "m", config, tensors)
+    assert "not finite" in refused(oracle.run, str(model), out=tmp_path / "out", tokens=[1, 2], steps=0, threads=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_an_unwritable_place_is_refused_before_any_work(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        assert str(out) in refused(oracle.run, model, out=out, tokens=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({}, "neither text nor token ids"),
+        ({"tokens": [1], "prompt": "x"}, "text and token ids"),
+        ({"prompt": "x"}, "no tokenizer.json"),
+        ({"tokens": []}, "tokens: none"),
+        ({"tokens": [1, 61]}, "id 61 at place 1, expected 0 to 60"),
+        ({"tokens": [1] * 110}, "110 and 19 more, expected at most 128"),
+        ({"tokens": [1] * 129, "steps": 0}, "129 of them, expected at most 128"),
+        ({"tokens": [1, 2], "steps": -1}, "steps: -1"),
+        ({"tokens": [1, 2], "dtype": "float64"}, "dtype: 'float64'"),
+        ({"tokens": [1, 2], "threads": 0}, "threads: 0"),
+        ({"tokens": [1, 2], "chunks": [1, 2]}, "chunks 1,2 do not add up"),
+        ({"tokens": [1, 2], "taps": ["foo"]}, "taps: 'foo'"),
+        ({"tokens": [1, 2], "prompt_tokens": 1}, "expected steps 0"),
+        ({"tokens": [1, 2], "prompt_tokens": 3, "steps": 0}, "prompt-tokens: 3"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_is_refused_before_torch_is_needed(model, asked, named):
+    assert named in refused(ask, model, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "segments"),
+    [
+        ({"steps": 5}, {"full": [9], "step": [5, 1, 1, 1, 1], "chunked": [3, 2, 4]}),
+        ({"steps": 5, "chunks": [1, 1, 3]}, {"full": [9], "step": [5, 1, 1, 1, 1], "chunked": [1, 1, 3, 4]}),
+        ({"steps": 0}, {"full": [5], "chunked": [3, 2]}),
+        ({"steps": 0, "prompt_tokens": 2}, {"full": [5], "step": [2, 1, 1, 1], "chunked": [1, 1, 3]}),
+        ({"steps": 0, "prompt_tokens": 1}, {"full": [5], "step": [1, 1, 1, 1, 1], "chunked": [1, 4]}),
+    ],
+)
+def test_the_truth_follows_the_sequence_whole_in_chunks_and_by_steps(model, asked, segments):
+    question = ask(model, tokens=models.tokens(5), **asked)
+    assert question.segments(question.plans([0] * 5)) == segments
+
+
+def test_the_estimate_names_length_time_and_size(model):
+    question = ask(model, tokens=models.tokens(7), steps=6)
+    assert question.estimate().startswith("12 tokens: about 8 s and ")

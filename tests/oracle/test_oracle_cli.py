@@ -1,0 +1,133 @@
+"""`python -m oracle`: one line and exit code 2 for whatever cannot be done, quick help, nothing half-written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import models
+import pytest
+
+from oracle import cli, trace
+
+PYTHON = [sys.executable, "-m", "oracle"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "mqa"))
+
+
+@pytest.fixture
+def oracle(capsys, monkeypatch):
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["oracle", *map(str, arguments)])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def test_a_run_says_what_it_takes_and_prints_the_folder(oracle, model, tmp_path):
+    out = tmp_path / "out"
+    code, stdout, stderr = oracle("run", model, "--tokens", "5,6,7,8,9", "--steps", 4, "--chunks", "1,4", "--threads", 1, "--out", out)
+    assert (code, stdout) == (0, f"{out}\n")
+    first, *proofs = stderr.splitlines()
+    assert first.startswith("8 tokens: about ")
+    assert [line.endswith(": holds") for line in proofs] == [True, True]
+    code, stdout, stderr = oracle("check", out)
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines()[0] == f"{out}: 9 files, whole and finite"
+    code, stdout, _ = oracle("show", out)
+    assert code == 0
+    assert stdout.splitlines()[-2].endswith("to the machine with MLX and run there: mlxkv compare MODEL --oracle out")
+    for command in ("show", "check"):
+        code, stdout, _ = oracle(command, out, "--json")
+        assert (code, json.loads(stdout)["inputs"]) == (0, trace.read_manifest(out).inputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["run"], "Missing option '--out'"),
+        (["run", "--out", "{tmp}/x"], "no prompt: expected one of --prompt, --prompt-file, --tokens"),
+        (["run", "--out", "{tmp}/x", "--prompt", "a", "--tokens", "1"], "--prompt and --tokens: expected one of"),
+        (["run", "--out", "{tmp}/x", "--prompt-file", "{tmp}/none.txt"], "none.txt: cannot be read as UTF-8 text"),
+        (["run", "{tmp}/none", "--out", "{tmp}/x", "--tokens", "1"], "none': no such folder or file"),
+        (["run", "{tmp}", "--out", "{tmp}/x", "--tokens", "1"], "no config.json"),
+        (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,b"], "--tokens: '1,b', expected whole numbers separated by commas"),
+        (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,61"], "id 61 at place 1"),
+        (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,2", "--chunks", "1,2"], "chunks 1,2 do not add up"),
+        (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,2", "--dtype", "float8"], "float8"),
+        (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,2", "--steps", "-1"], "--steps"),
+        (["run", "{model}", "--out", "{model}", "--tokens", "1,2"], "expected a new folder or one that the oracle made"),
+        (["run", "{model}", "--out", "{model}/config.json/x", "--tokens", "1,2"], "config.json/x: cannot be written"),
+        (["check", "{tmp}"], "manifest.json: cannot be read"),
+        (["show", "{tmp}"], "manifest.json: cannot be read"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(oracle, model, tmp_path, arguments, named):
+    code, stdout, stderr = oracle(*(a.format(tmp=tmp_path, model=model) for a in arguments))
+    assert (code, stdout) == (2, "")
+    *notes, line = stderr.splitlines()
+    assert all("about" in note for note in notes)
+    assert line.startswith("error: ")
+    assert named in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_architecture_is_refused(oracle, tmp_path):
+    model = models.make(tmp_path / "m", "mha", model_type="mistral", architectures=None)
+    code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "model_type is 'mistral', expected 'llama'" in stderr
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_missing_package_is_named_with_what_installs_it(oracle, model, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
+    assert (code, stderr) == (2, f"error: {package} is not installed: pip install 'mlxkv[oracle]'\n")
+
+
+def test_a_prompt_file_is_taken_as_it_is(oracle, model, tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    code, _, stderr = oracle("run", model, "--prompt-file", tmp_path / "p.txt", "--out", tmp_path / "x")
+    assert code == 2
+    assert "p.txt: cannot be read as UTF-8 text" in stderr
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    heavy = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "rich", "mlx", "mlxkv")
+    code = "import sys; sys.argv = ['oracle', '--help']\nfrom oracle.cli import main\ntry: main()\nfinally: print([n for n in "
+    code += f"{heavy} if n in sys.modules], file=sys.stderr)"
+    begun = time.perf_counter()
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (made.returncode, made.stderr) == (0, "[]\n")
+    assert all(command in made.stdout for command in ("run", "check", "show"))
+    assert time.perf_counter() - begun < 5  # 0.2 s on an idle machine; not a measurement
+
+
+def test_everything_works_where_mlx_cannot_be_imported_and_an_interrupt_leaves_nothing(model, tmp_path):
+    out = tmp_path / "out"
+    code = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx_lm', 'mlxkv')))\nfrom oracle.cli import main\nmain()"
+    arguments = ["run", model, "--tokens", "1,2,3", "--threads", "1", "--out", str(out)]
+    first = subprocess.Popen([sys.executable, "-c", code, *arguments, "--steps", "100"], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob(".out.*.part/*")) and time.monotonic() < until:
+        time.sleep(0.005)
+    os.kill(first.pid, signal.SIGINT)
+    _, stderr = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert b"Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+    made = subprocess.run([sys.executable, "-c", code, *arguments], check=False, capture_output=True, text=True)
+    assert (made.returncode, made.stdout) == (0, f"{out}\n"), made.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
