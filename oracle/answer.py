@@ -7,7 +7,7 @@ a layer at a time. Nothing that is not finite is written as good.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from oracle import floors, reference, trace, truth
-from oracle.plan import Greedy, New, Plan, Refusal
+from oracle.config import Config
+from oracle.plan import Call, Greedy, New, Plan, Refusal
 from oracle.question import Progress, Question
 from oracle.trace import Array, Manifest, Trace
 
-# A proof of the truth, and what chose its limit: right, the first reads 1e-14 and the second 5e-8; an eps of 1.1e-5 instead
-# of 1e-5 makes the second 7e-6, and any wrong mask, position or cache row makes the first 1e-5 or more.
+# The truth's proofs, and what chose their limits, on SmolLM2. Right, the first reads 1e-14, the second 4e-8 to 1e-7 on text and
+# up to 5e-7 on random ids, which is too much. An eps of 1.1e-5 for 1e-5 makes the second 7e-6 or more; a wrong mask, position
+# or cache row makes the first 1e-4 or more (on tiny models).
 PROOF_LIMITS = {"truth_agreement": 1e-10, "transformers_double": 3e-7}
 PROOF_POSITIONS = 32
 
@@ -42,7 +44,7 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
     for name, plan in pool.plans.items():
         trace.write_text(folder / "plans" / f"{name}.json", json.dumps(plan.to_json(), sort_keys=True) + "\n")
     environment = reference.environment() | {"dtype": question.dtype, "attention": "sdpa"}
-    most, apart = truth.write(
+    most, apart = write_truth(
         folder / "truth.safetensors",
         truth.Weights(question.checkpoint, dtype=question.dtype),
         question.config,
@@ -65,6 +67,60 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
                 (folder / _files(pool.plans)[name]).unlink()
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
     return _manifest(question, folder, pool, proofs, environment)
+
+
+def write_truth(
+    path: Path,
+    weights: truth.Weights,
+    config: Config,
+    *,
+    plan: Plan,
+    segments: Mapping[str, Sequence[int]],
+    taps: frozenset[str] = frozenset({"hidden"}),
+    environment: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> tuple[float, float]:
+    """Writes the trace of a plan of one call, followed as `segments` say, the first of them whole.
+
+    Returns max |T|, and the largest difference of a logit between the first way and any other: the first proof.
+    """
+    call = plan.steps[-1]
+    if not isinstance(call, Call) or len(plan.steps) > 2:
+        raise ValueError(f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache")
+    n, shapes = len(call.tokens), config.taps(len(call.tokens))
+    kv = (config.n_kv_heads, n, config.head_dim)
+    names = {"keys": f"kv/{call.cache}/{{:03d}}/keys", "values": f"kv/{call.cache}/{{:03d}}/values"}
+    names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
+    arrays: dict[str, tuple[type, tuple[int, ...]]] = {"positions": (np.int32, (n,)), "steps": (np.int32, (n,))}
+    arrays["logits"] = (np.float64, (n, config.vocab_size))
+    arrays |= {name.format(i): (np.float64, shapes.get(key, kv)) for key, name in names.items() for i in range(config.n_layers)}
+    meta = _meta(weights, plan, environment)
+    with trace.writer(path, meta, arrays) as out:
+
+        def sink(i: int, seen: dict[str, Any]) -> None:
+            for key, tensor in seen.items():
+                out.arrays[names[key].format(i)][...] = tensor.numpy()
+
+        streams = truth.follow(weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress)
+        most, apart = truth.write_logits(streams, weights.head(config), out.arrays["logits"])
+        out.arrays["positions"][...] = np.arange(n)
+        out.arrays["steps"][...] = len(plan.steps) - 1
+        out.finish(meta.to_json())
+    return most, apart
+
+
+def _meta(weights: truth.Weights, plan: Plan, environment: Mapping[str, Any] | None) -> trace.Meta:
+    return trace.Meta(
+        plan=plan,
+        engine="truth",
+        engine_version=str((environment or {}).get("torch", "")),
+        dtype="float64",
+        weights_dtype=weights.dtype,
+        fingerprint=weights.checkpoint.fingerprint,
+        config_digest=weights.checkpoint.config_digest,
+        outcomes=[trace.Outcome() for _ in plan.steps],
+        environment=dict(environment or {}),
+    )
 
 
 def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:

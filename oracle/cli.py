@@ -116,10 +116,12 @@ def _progress() -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+    columns = TimeElapsedColumn(), BarColumn(), TextColumn("{task.description}")
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading the model", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total if total > 1 else None)
 
 

@@ -7,7 +7,7 @@ Axes: L tokens of one segment, S tokens in a layer's cache after it, n tokens of
 K key/value heads, G = H / K query heads to each of them, D head_dim; E hidden, F the MLP's width, V vocabulary.
 
 The sequence is followed in several ways at once (whole, in chunks, token by token), each with a cache of its own in every
-layer. That they agree is the truth's first proof of itself. This module knows no noise and no port.
+layer. That they agree is the truth's first proof of itself. This module knows no plan, no noise and no port.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from torch.nn.functional import linear
 
 from oracle.checkpoint import Checkpoint
 from oracle.config import Config
-from oracle.plan import Call, Plan, Refusal
-from oracle.trace import Array, Meta, Outcome, writer
+from oracle.plan import Refusal
+from oracle.trace import Array
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK = 2**23  # float64 numbers in one block of scores or logits: 64 MB
@@ -214,60 +213,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def write(
-    path: Path,
-    weights: Weights,
-    config: Config,
-    *,
-    plan: Plan,
-    segments: Mapping[str, Sequence[int]],
-    taps: frozenset[str] = frozenset({"hidden"}),
-    environment: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> tuple[float, float]:
-    """Writes the trace of a plan of one call, followed as `segments` say, the first of them whole.
-
-    Returns max |T|, and the largest difference of a logit between the first way and any other: the first proof.
-    """
-    call = plan.steps[-1]
-    if not isinstance(call, Call) or len(plan.steps) > 2:
-        raise ValueError(f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache")
-    n, shapes = len(call.tokens), config.taps(len(call.tokens))
-    kv = (config.n_kv_heads, n, config.head_dim)
-    names = {"keys": f"kv/{call.cache}/{{:03d}}/keys", "values": f"kv/{call.cache}/{{:03d}}/values"}
-    names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
-    arrays: dict[str, tuple[type, tuple[int, ...]]] = {"positions": (np.int32, (n,)), "steps": (np.int32, (n,))}
-    arrays["logits"] = (np.float64, (n, config.vocab_size))
-    arrays |= {name.format(i): (np.float64, shapes.get(key, kv)) for key, name in names.items() for i in range(config.n_layers)}
-    meta = _meta(weights, plan, environment)
-    with writer(path, meta, arrays) as out:
-
-        def sink(i: int, seen: dict[str, Tensor]) -> None:
-            for key, tensor in seen.items():
-                out.arrays[names[key].format(i)][...] = tensor.numpy()
-
-        streams = follow(weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress)
-        most, apart = write_logits(streams, weights.head(config), out.arrays["logits"])
-        out.arrays["positions"][...] = np.arange(n)
-        out.arrays["steps"][...] = len(plan.steps) - 1
-        out.finish(meta.to_json())
-    return most, apart
-
-
-def _meta(weights: Weights, plan: Plan, environment: Mapping[str, Any] | None) -> Meta:
-    return Meta(
-        plan=plan,
-        engine="truth",
-        engine_version=torch.__version__,
-        dtype="float64",
-        weights_dtype=weights.dtype,
-        fingerprint=weights.checkpoint.fingerprint,
-        config_digest=weights.checkpoint.config_digest,
-        outcomes=[Outcome() for _ in plan.steps],
-        environment=dict(environment or {}),
-    )
 
 
 @torch.inference_mode()

@@ -22,10 +22,10 @@ from oracle.checkpoint import Checkpoint, resolve  # noqa: E402
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny model, by layout. Not to be written to."""
-    room = tmp_path_factory.mktemp("models")
+    made = tmp_path_factory.mktemp("models")
 
     def folder(layout: str) -> Path:
-        path = room / layout
+        path = made / layout
         return path if path.exists() else models.save(path, models.config(layout))
 
     return folder

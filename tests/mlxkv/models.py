@@ -103,10 +103,10 @@ def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: lis
     turns = np.exp(1j * np.arange(L)[:, None, None] * _frequencies(config))  # [L, 1, D/2]
 
     def linear(name: str, x: Array) -> Array:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+        return np.asarray(x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0))
 
     def norm(name: str, x: Array) -> Array:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"])
 
     def turned(x: Array) -> Array:
         pairs = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * turns
@@ -131,7 +131,7 @@ def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: lis
 
 
 def _frequencies(config: Mapping[str, Any]) -> Array:
-    plain = config["rope_theta"] ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    plain: Array = config["rope_theta"] ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
     scaling = config.get("rope_scaling")
     if not scaling:
         return plain
@@ -139,4 +139,4 @@ def _frequencies(config: Mapping[str, Any]) -> Array:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     blend = (turns - low) / (high - low)
     between = (1 - blend) * plain / scaling["factor"] + blend * plain
-    return np.where(turns > high, plain, np.where(turns < low, plain / scaling["factor"], between))
+    return np.asarray(np.where(turns > high, plain, np.where(turns < low, plain / scaling["factor"], between)))

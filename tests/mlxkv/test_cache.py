@@ -26,7 +26,7 @@ def test_1_a_fresh_cache_holds_nothing() -> None:
     cache = Cache(config())
 
     assert (len(cache), cache.nbytes, cache.masks, cache.layers) == (0, 0, {}, (Layer(), Layer(), Layer()))
-    assert cache.layers[0].keys is cache.layers[0].values is cache.layers[0].batch is None
+    assert [cache.layers[0].keys, cache.layers[0].values, cache.layers[0].batch] == [None, None, None]
     # An empty cache is a cache: `if cache:` must not mean "unless it is empty".
     assert bool(cache)
 

@@ -125,6 +125,14 @@ def test_14_a_position_that_is_no_whole_number_is_refused_guarded_or_not(positio
         assert message == f"cache: index_pos is {position!r}, expected a whole number from 0"
 
 
+def test_14_numpys_whole_numbers_are_positions(model_of: ModelOf) -> None:
+    model, cache = model_of(), fresh(model_of())
+
+    for i, index_pos in enumerate((np.int64(0), np.int32(2), np.uint8(4))):
+        run(model, cache, [1, 2], index_pos=index_pos)  # type: ignore[arg-type]
+        assert len(cache) == 2 * (i + 1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_14_an_offset_of_everything_shows_in_the_keys_alone(layout: str, model_of: ModelOf) -> None:
     model, tokens = model_of(layout, "float64"), models.ids(9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -178,6 +179,23 @@ def test_10_clones_of_an_empty_a_cloned_and_a_cropped_cache(model_of: ModelOf) -
     assert (len(cache), len(twice), len(other)) == (7, 4, 6)
     assert np.array_equal(run(model, cropped, [33], [34]), run(model, alone, [33], [34]))
     assert same(held(cropped), held(alone))
+
+
+def test_10_references_and_shallow_copies_taken_before_a_step_do_not_move(model_of: ModelOf) -> None:
+    # reported 15: an update in place would show to every holder of the array.
+    model, cache = model_of(), fresh(model_of())
+    run(model, cache, models.ids(5))
+    before = held(cache)
+    reference, snapshot, shallow = cache.layers[1].keys, cache.snapshot(), copy.copy(cache)
+
+    run(model, cache, [1], [2], [3])
+    cache.crop(2)
+    run(model, cache, [4, 5])
+
+    assert np.array_equal(np.array(reference), before[2])
+    assert same(held(shallow), before)
+    cache.restore(snapshot)
+    assert same(held(cache), before)
 
 
 def test_10_a_clone_outlives_its_parent(model_of: ModelOf) -> None:

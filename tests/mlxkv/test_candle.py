@@ -16,6 +16,7 @@ from mlxkv.engines.port import Runner
 from mlxkv.port import cache as cache_module
 from mlxkv.port import llama, ops, rope
 from mlxkv.port.cache import Cache, Layer
+from mlxkv.port.config import Rope
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import from_checkpoint, load
 from oracle.checkpoint import Checkpoint
@@ -96,7 +97,7 @@ def pairwise(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
 
 
-def theta(real: Any, given: rope.Rope, *rest: Any) -> Any:
+def theta(real: Any, given: Rope, *rest: Any) -> Any:
     return real(replace(given, theta=given.theta * 1.01), *rest)
 
 
@@ -157,6 +158,15 @@ def test_an_error_that_candle_does_not_raise_is_seen() -> None:
     assert len(golden.faults(runner)) == 2 + len(golden.plan.steps)
 
 
+def test_a_row_that_is_not_finite_is_seen() -> None:
+    (golden,) = (g for g in goldens("tiny/gqa") if g.name == "cached")
+    runner = golden.run(tiny("gqa", "float32"))
+
+    runner.rows[3] = runner.rows[3] * float("nan")
+
+    assert [f.split(" times ")[0] for f in golden.faults(runner)] == ["gqa-cached: rows are nan", "gqa-cached: the worst row is nan"]
+
+
 @pytest.mark.parametrize("plan", ["reuse", "far", "chunk-wrong-pos", "uncached-pos"])
 def test_an_error_that_only_candle_raises_is_seen(plan: str) -> None:
     (golden,) = (g for g in goldens("tiny/gqa") if g.name == plan)
@@ -175,6 +185,9 @@ def test_another_greedy_token_is_seen() -> None:
     (golden,) = (g for g in goldens("tiny/gqa") if g.name == "greedy")
     runner = golden.run(tiny("gqa", "float32"))
 
-    runner.outcomes[1].tokens[-1] += 1
+    right = golden.outcomes[1].tokens
+    assert right is not None
+    wrong = [*right[:-1], right[-1] + 1]
+    runner.outcomes[1] = Outcome(tokens=wrong)
 
-    assert golden.faults(runner) == [f"gqa-greedy: step 1 chose {runner.outcomes[1].tokens}, expected {golden.outcomes[1].tokens}"]
+    assert golden.faults(runner) == [f"gqa-greedy: step 1 chose {wrong}, expected {right}"]

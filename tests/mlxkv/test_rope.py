@@ -16,7 +16,7 @@ from mlxkv.port.cache import Cache
 from mlxkv.port.config import LlamaConfig, Rope
 from mlxkv.port.llama import rotate
 
-LONG = {"head_dim": 64, "rope_theta": 100000.0, "max_position_embeddings": 8192}
+LONG: dict[str, Any] = {"head_dim": 64, "rope_theta": 100000.0, "max_position_embeddings": 8192}
 
 
 def config(layout: str = "gqa", **changes: Any) -> LlamaConfig:
@@ -75,7 +75,7 @@ def test_the_tables_hold_the_cosine_and_sine_of_position_times_frequency(dtype: 
     cos, sin = rope.tables(config(head_dim=8), dtype)
     exact = angles(64, 10000.0, 8)
 
-    assert (cos.dtype, cos.shape, sin.dtype, sin.shape) == (dtype, (64, 4), dtype, (64, 4))
+    assert (cos.dtype, cos.shape, sin.dtype, sin.shape) == (np.dtype(dtype), (64, 4), np.dtype(dtype), (64, 4))
     # An angle carries the rounding of the frequency and its own.
     bound = np.finfo(dtype).eps * (1 + exact)
     assert np.all(np.abs(cos - np.cos(exact)) <= bound)

@@ -128,6 +128,7 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
     monkeypatch.setattr("oracle.floors._BLOCK", 4 * models.VOCAB)
     from oracle import floors
 
+    assert floors.blocks(np.zeros((10, models.VOCAB))) == [slice(0, 4), slice(4, 8), slice(8, 10)]
     members = {name: trace.read(kept / f"reference-{name[5:]}.safetensors") for name in MEMBERS[2:]}
     members |= {name: trace.read(kept / f"pool-{name}.safetensors") for name in MEMBERS[:2]}
     floors.write(tmp_path / "f.safetensors", trace.read(kept / "truth.safetensors"), members)
@@ -298,7 +299,7 @@ def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(m
         raise error
 
     before = {name: (copy / name).read_bytes() for name in names(copy)}
-    monkeypatch.setattr(answer.truth, "write", stop)
+    monkeypatch.setattr(answer, "write_truth", stop)
     for out in (copy, copy.parent / "new"):
         with pytest.raises(error):
             oracle.run(model, out=out, tokens=[1, 2], steps=2, threads=1, force=True)
@@ -325,10 +326,10 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_an_unwritable_place_is_refused_before_any_work(model, tmp_path):
+def test_an_unwritable_place_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
-        assert str(out) in refused(oracle.run, model, out=out, tokens=[1, 2])
+        assert str(out) in refused(oracle.run, "no such model", out=out, tokens=[1, 2])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from oracle import reference, trace
 from oracle.checkpoint import resolve
+from oracle.config import read_config
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
 
 N = 16
@@ -168,11 +169,25 @@ def test_a_sliding_window_in_the_config_does_not_shorten_the_cache(model, folder
     assert cached(windowed.run(plan)) == N
 
 
-def test_what_transformers_refuses_is_said_to_be_its_refusal(tmp_path):
-    config = models.config_of("gqa", hidden_size=56)
-    checkpoint = resolve(str(models.write(tmp_path / "m", config, models.tensors_of(config))))
-    with pytest.raises(Refusal, match=r"transformers \d.* refuses this model \(.*hidden size \(56\)"):
-        reference.Reference(checkpoint)
+def test_what_transformers_refuses_is_said_to_be_its_refusal(model, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("The hidden size (56)\nis not a multiple of the heads (6).")
+
+    monkeypatch.setattr(reference.LlamaForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(Refusal, match=r"gqa: transformers \d\S* refuses this model \(The hidden size \(56\) is not a multiple"):
+        reference.Reference(model.checkpoint)
+
+
+def test_a_parameter_that_the_checkpoint_lacks_is_never_left_random(model, monkeypatch):
+    shapes = type(read_config(model.checkpoint.config)).shapes
+    monkeypatch.setattr("oracle.config.Config.shapes", lambda self: {k: v for k, v in shapes(self).items() if k != "model.norm.weight"})
+    tensors = reference._tensors
+    monkeypatch.setattr(
+        reference, "_tensors", lambda checkpoint: {k: v for k, v in tensors(checkpoint).items() if k != "model.norm.weight"}
+    )
+    monkeypatch.setattr(reference, "check_weights", lambda *args: None)
+    with pytest.raises(Refusal, match=r"disagree on model\.norm\.weight"):
+        reference.Reference(model.checkpoint)
 
 
 def test_reduced_float32_precision_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle import reference, trace, truth
+from oracle import answer, reference, trace, truth
 from oracle.answer import PROOF_LIMITS
 from oracle.checkpoint import resolve
 from oracle.config import Config, Llama3, read_config
@@ -220,7 +220,7 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     plan = judged_plans(TOKENS, prompt=5)["full"]
     shapes = config.taps(N)
     weights = truth.Weights(checkpoint, dtype="float32")
-    truth.write(tmp_path / "t.safetensors", weights, config, plan=plan, segments={"full": [N]}, taps=frozenset(shapes))
+    answer.write_truth(tmp_path / "t.safetensors", weights, config, plan=plan, segments={"full": [N]}, taps=frozenset(shapes))
     made = trace.read(tmp_path / "t.safetensors")
     assert (made.meta.engine, made.meta.dtype, made.meta.weights_dtype) == ("truth", "float64", "float32")
     assert (made.meta.fingerprint, made.meta.config_digest) == (checkpoint.fingerprint, checkpoint.config_digest)
