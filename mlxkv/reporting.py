@@ -54,7 +54,7 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
     """Runs, judges and writes a report into `out`."""
     third = [trace.read(path) for path in candidates]
     session.claim(out)
-    with session.run(request) as runs:
+    with session.run(request, meanwhile=plots.load) as runs:
         compared = _judged(runs, third, commands=[command])
     compared.write(out)
     return compared
@@ -68,15 +68,16 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     environment = runs.arithmetic[0].meta.environment
+    continuation = _continuation(runs)
     files = {
         "compare.svg": _plot(verdict, case),
-        "compare.json": _json(verdict, case, runs),
+        "compare.json": _json(verdict, runs, continuation),
         "compare.md": markdown.compare_report(
             verdict,
             case.manifest,
             sides=sides,
             commands=commands,
-            continuation=_continuation(runs),
+            continuation=continuation,
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
             page=_is_original(case),
@@ -101,8 +102,8 @@ def _plot(verdict: Verdict, case: Case) -> str:
     return plots.error_by_position(verdict.curves, verdict.floor, limit=WORST, texts=case.manifest.texts, title=title)
 
 
-def _json(verdict: Verdict, case: Case, runs: session.Runs) -> str:
-    manifest = case.manifest
+def _json(verdict: Verdict, runs: session.Runs, continuation: markdown.Continuation) -> str:
+    manifest = runs.case.manifest
     errors = [
         {"engine": t.meta.engine, "dtype": t.meta.dtype, "plan": t.meta.plan.name, "step": i, "error": o.error}
         for t in (*runs.arithmetic, *runs.algebra)
@@ -112,7 +113,7 @@ def _json(verdict: Verdict, case: Case, runs: session.Runs) -> str:
     value = verdict.to_json() | {
         "model": {"name": manifest.name, "source": manifest.source, "revision": manifest.revision, "note": manifest.note},
         "prompt": manifest.prompt,
-        "generated": list(_continuation(runs).ids),
+        "generated": list(continuation.ids),
         "errors": errors,
         "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
@@ -139,7 +140,7 @@ def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto
     """Everything under reports/: the default model's comparison and the index."""
     session.claim(out)
     third = [trace.read(path) for path in candidates]
-    with session.run(session.Request(device=device)) as runs:
+    with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
         compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
     folder = out / compared.case.manifest.name / compared.machine
     written = compared.write(folder)

@@ -33,8 +33,14 @@ _BLAS = (
 )
 
 
-def prepare(device: str = "auto") -> dict[str, Any]:
-    """Sets this process up for MLX on `device` (auto, gpu or cpu) and returns what a report must say of it."""
+def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, Any]:
+    """Sets this process up for MLX on `device` (auto, gpu or cpu) and returns what a report must say of it.
+
+    `threads` are those of the BLAS on Linux, one per core when None; it must be the process's first use of MLX.
+    """
+    threads = os.cpu_count() or 1 if threads is None else threads
+    for name in ("BLIS_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(threads)
     # MLX multiplies float32 matrices of two and more rows with 10-bit mantissas on some GPUs unless told before it starts.
     os.environ["MLX_ENABLE_TF32"] = "0"
     blas = load_blas() if sys.platform == "linux" else "Accelerate" if sys.platform == "darwin" else "unknown"
@@ -46,7 +52,7 @@ def prepare(device: str = "auto") -> dict[str, Any]:
         "device": used,
         "device_name": str(mx.device_info().get("device_name", "")) if used == "gpu" else cpu_name(),
         "blas": blas,
-        "threads": os.cpu_count() or 1,
+        "threads": threads,
         "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
     }
 
@@ -99,8 +105,6 @@ def load_blas() -> str:
     if wanted == "none":
         return "reference (from MLX)"
     candidates = [(wanted, wanted)] if wanted else _found_blas()
-    # BLIS starts with one thread unless told.
-    os.environ.setdefault("BLIS_NUM_THREADS", str(os.cpu_count() or 1))
     for name, path in candidates:
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)

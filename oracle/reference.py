@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
     """What the numbers depend on beside the inputs, as plain values."""
     return {
         "host": _processor(),
-        "os": platform.platform(),
+        "os": " ".join([platform.system(), *platform.libc_ver()]),
         "arch": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Job:
     weights_dtype: str
     device: str = "auto"
     guarded: bool = True
+    threads: int | None = None
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -37,10 +39,13 @@ class Job:
         """Leaves word of the seconds spent in forward calls."""
         write_text(self.out / "forward.txt", f"{forward}\n")
 
-    def run(self, module: str) -> Finished:
-        """Starts the engine's process on this job and waits for its end."""
-        finished = start([module, str(self.save())])
-        return replace(finished, forward=float((self.out / "forward.txt").read_text(encoding="utf-8")))
+    def begin(self, module: str, *, aside: bool = False) -> Process:
+        """Starts the engine's process on this job; one that runs aside of another says nothing unless it fails."""
+        return Process([module, str(self.save())], stderr=self.out / "stderr.txt" if aside else None)
+
+    def end(self, process: Process) -> Finished:
+        """Waits for it."""
+        return replace(process.wait(), forward=float((self.out / "forward.txt").read_text(encoding="utf-8")))
 
     def save(self) -> Path:
         """The job's file, which the engine's process reads."""
@@ -52,6 +57,7 @@ class Job:
             "weights_dtype": self.weights_dtype,
             "device": self.device,
             "guarded": self.guarded,
+            "threads": self.threads,
         }
         write_text(path, json.dumps(value))
         return path
@@ -73,32 +79,48 @@ class Finished:
     forward: float = 0.0
 
 
-def start(arguments: list[str], *, quiet: bool = False) -> Finished:
-    """Runs `python -m ...` to its end. Its stderr is ours, so its refusal has been read when it exits with 2."""
-    begun = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL if quiet else None,
-    )
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    except BaseException:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - begun
-    if process.returncode == 2:
-        raise AlreadySaid
-    if process.returncode in (130, -signal.SIGINT):
-        raise KeyboardInterrupt
-    if process.returncode != 0:
-        died = f"ended by signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-        raise Refusal(f"{arguments[0]}: its process failed ({died}); run `python -m {' '.join(arguments)}` to see why")
-    # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
-    return Finished(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+class Process:
+    """`python -m ...` in a process of its own, whose stderr is ours, or kept and shown only if it fails."""
+
+    def __init__(self, arguments: list[str], *, stderr: Path | None = None) -> None:
+        self.name = arguments[0]
+        self.begun = time.perf_counter()
+        self.kept = stderr
+        with open(stderr, "wb") if stderr else nullcontext() as errors:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+            )
+
+    def wait(self) -> Finished:
+        """Its end. A refusal has been said on stderr when this raises; an interrupt is passed on."""
+        _, status, usage = os.wait4(self.popen.pid, 0)
+        code = self.popen.returncode = os.waitstatus_to_exitcode(status)
+        if code != 0 and self.kept:
+            sys.stderr.write(self.kept.read_text(encoding="utf-8", errors="replace"))
+        if code == 2:
+            raise AlreadySaid
+        if code in (130, -signal.SIGINT):
+            raise KeyboardInterrupt
+        if code != 0:
+            died = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise Refusal(f"{self.name}: its process {died}, expected a result; there may be too little memory, or it is a fault of ours")
+        # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
+        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return Finished(time.perf_counter() - self.begun, peak)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.popen.returncode is None:
+            self.popen.send_signal(signal.SIGINT)
+            self.popen.wait()
+
+
+def start(arguments: list[str]) -> Finished:
+    """Runs `python -m ...` to its end."""
+    with Process(arguments) as process:
+        return process.wait()
 
 
 def serve(follow: Callable[[Job], None]) -> None:

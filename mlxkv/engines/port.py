@@ -137,7 +137,7 @@ def follow(job: Job) -> None:
     from mlxkv import runtime
     from mlxkv.progress import bar
 
-    environment = runtime.prepare("cpu" if job.dtype == "float64" else job.device)
+    environment = runtime.prepare("cpu" if job.dtype == "float64" else job.device, threads=job.threads)
     from mlxkv.port.weights import from_checkpoint
     from oracle.checkpoint import resolve
 

@@ -14,7 +14,10 @@ FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
 Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
-HINT = "run `mlxkv locate` to find the layer, the tap and the head where it starts"
+HINT = (
+    "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
+    "mask's offset; later a stale or lost cache row"
+)
 
 
 @dataclass(frozen=True, slots=True)

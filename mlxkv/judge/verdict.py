@@ -38,9 +38,9 @@ KV_MOST = 10.0  # 95th percentile over positions: port 1.5, members 1.6; single 
 KV_WORST = 30.0
 ALGEBRA = 1e-10  # of max |T|: port 1.2e-14, its cache 1.6e-14, prototype 1.0e-13; eps wrong in a single norm 4.4e-7
 PROBE = 1e-14  # MLX's float64 matmul, tanh, sqrt, rsqrt, sums against numpy read 4e-16; its float32-accurate functions 1e-8
-# Of T itself: step, chunked and full agree to 9e-15; transformers' .double() lies at 5.1e-8 (7.8e-8 with weights in float16),
-# and with eps off by 10 % at 7e-6.
-PROOFS = {"truth_agreement": 1e-10, "transformers_double": 3e-7}
+# Of T itself: step, chunked and full agree to 9e-15; transformers' .double() lies at 5.1e-8 on text (7.8e-8 with weights in
+# float16), up to 5.1e-7 on random or repeated ids, and with eps off by 10 % at 7e-6 and more.
+PROOFS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
 # Pooled floor over max |T|: torch reads 2e-7 in float32, 5e-4 in float16, 8e-3 in bfloat16.
 FLOOR_MOST = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 # A scale that a judge must see. x1.001 reads sigma 526 in float32 but 0.5 in float16 and 0.4 in bfloat16, no more than the run
@@ -305,7 +305,7 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
     odd = {_device_class(t) for t in inside.values()} - CALIBRATED
     if odd:
         notes.append(
-            f"limits not calibrated on this device ({', '.join(' '.join(c) for c in sorted(odd))}); `mlxkv calibrate` measures them"
+            f"limits not calibrated on this device ({', '.join(' '.join(c) for c in sorted(odd))}): they were measured on Linux CPUs"
         )
     return notes + _blind(bench)
 

@@ -95,6 +95,7 @@ def console_report(verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, S
         lines += [*columns(head, cells, left={0, 6}), ""]
     lines += [f"cannot tell: {reason}" if verdict.outcome != "differ" else f"also: {reason}" for reason in verdict.reasons]
     lines += [f"note: {note}" for note in verdict.notes]
+    lines += [f"hint: {verdict.hint}"] if verdict.hint else []
     lines.append("cannot tell" if verdict.outcome == "cannot tell" and verdict.reasons else sentence(verdict))
     if report is not None:
         lines[-1:] = [f"{lines[-1]}    report: {report}"] if verdict.outcome != "differ" else [lines[-1], f"report: {report}"]
@@ -115,7 +116,7 @@ def compare_report(
     """The Markdown report. `third` are the pairs of `delta.three_way`; `page` puts the page's values beside ours."""
     parts = [
         [f"# {verdict.subject.engine} against transformers: {_model(manifest)}, {manifest.dtype}", "", f"**{sentence(verdict)}**"],
-        [f"- {line}" for line in (*verdict.reasons, *verdict.notes)],
+        [f"- {line}" for line in (*verdict.reasons, *verdict.notes, verdict.hint) if line],
         _gates(verdict),
         _pair_section("Cached against uncached", "The page's table 3", verdict.tables.cached, verdict, page),
         _pair_section("Chunked prefill", "The page's table 4", verdict.tables.chunked, verdict, page),

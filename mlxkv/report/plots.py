@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +22,22 @@ _LOOKS = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."),
 _MOST_TOKENS = 40
 
 
-def error_by_position(
-    curves: Sequence[Curve], floor: Sequence[float], *, limit: float, texts: Sequence[str] = (), title: str = "Error by position"
-) -> str:
-    """`floor` has a value for each position; `limit` is in floors. `texts`, the tokens, stand below up to 40 positions."""
+def load() -> tuple[Any, Any, Any]:
+    """matplotlib and its two classes used here; more than a second, which a caller may spend while it waits."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Refusal("plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'") from error
+    return matplotlib, FigureCanvasSVG, Figure
+
+
+def error_by_position(
+    curves: Sequence[Curve], floor: Sequence[float], *, limit: float, texts: Sequence[str] = (), title: str = "Error by position"
+) -> str:
+    """`floor` has a value for each position; `limit` is in floors. `texts`, the tokens, stand below up to 40 positions."""
+    matplotlib, FigureCanvasSVG, Figure = load()
     settings = {"svg.hashsalt": "mlxkv", "svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs missing from the font that only measures the text

@@ -184,7 +184,7 @@ def test_a_fault_is_caught_by_its_gates_and_at_its_place(fault: str) -> None:
     assert first is not None
     assert (first.position, first.token, first.plan) == (position, texts()[position], plan)
     assert verdict.hint is not None
-    assert "mlxkv locate" in verdict.hint
+    assert "stale or lost cache row" in verdict.hint
 
 
 def test_every_gate_that_meets_a_nan_has_its_place() -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+import oracle
 from oracle import checkpoint
 
 
@@ -7,3 +8,10 @@ from oracle import checkpoint
 def default_checkpoint() -> checkpoint.Checkpoint:
     """The real default model; fetched and converted once per machine. Tests that need it fail where it cannot be had."""
     return checkpoint.resolve(None)
+
+
+@pytest.fixture(scope="session")
+def default_run(default_checkpoint, room):
+    """A run folder of the default model, made once a session, for the port's tests too."""
+    out = room / "default-oracle"
+    return out, oracle.run(out=out, prompt="The capital of France is", threads=2, force=True)

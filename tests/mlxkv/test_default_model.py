@@ -1,0 +1,46 @@
+"""The main job on the real model: the port agrees with the oracle, in every scope, and tells four faults from right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oracle.checkpoint import Checkpoint
+
+
+def compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_the_default_model_agrees(default_oracle: Path, tmp_path: Path) -> None:
+    done = compare("--oracle", default_oracle, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("agree (algebra, logits, cache)")
+    verdict = json.loads((tmp_path / "compare.json").read_text())
+    assert [g["name"] for g in verdict["gates"] if not g["ran"] or g["failed"]] == []
+    assert max(g["value"] for g in verdict["gates"] if g["name"] == "sigma") < 3
+    assert max(g["value"] for g in verdict["gates"] if g["name"] == "algebra (float64)") < 1e-12
+    assert {(p["top1_equal"], p["rows"]) for table in verdict["tables"].values() for p in table} == {(20, 20)}
+    assert f"{verdict['tables']['cached'][0]['max_abs_ref']:.3f}" == "38.246"
+
+
+@pytest.mark.parametrize(("key", "value", "first"), [("rms_norm_eps", 1.1e-5, 0), ("rope_theta", 100100.0, 1)])
+def test_a_slightly_wrong_config_differs_although_every_top_1_is_right(
+    default_oracle: Path, default_checkpoint: Checkpoint, tmp_path: Path, key: str, value: float, first: int
+) -> None:
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(default_checkpoint.folder / "model.safetensors")
+    shutil.copy(default_checkpoint.folder / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps(default_checkpoint.config | {key: value}))
+    done = compare(folder, "--oracle", default_oracle, "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert verdict["first_wrong"]["position"] == first
+    assert {g["name"] for g in verdict["gates"] if g["failed"]} >= {"algebra (float64)", "sigma"}
+    assert all(p["top1_equal"] == p["rows"] for table in verdict["tables"].values() for p in table)
