@@ -221,6 +221,9 @@ shift           step      1.00  10.00       10x  -
 controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812); 5 distinct pool members
 
 also: port trace of plan 'chunked': no row for position 9, expected 20 rows
+hint: the first wrong position names the kind: \
+0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the mask's offset; later \
+a stale or lost cache row
 differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)
 report: r.md
 """
