@@ -44,16 +44,14 @@ class Tokenizer:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def token_text(self, id: int) -> str:
-        """One token on one line: its text within a sentence, else (part of a character) its spelling in the vocabulary."""
+        """One token's text within a sentence, as it is; of a part of a character its spelling in the vocabulary."""
         spelling = self._inner.id_to_token(id)
         if spelling is None:
             return f"<{id}>"
         # Some decoders drop the space before a sentence's first word: the second of two alike keeps it.
         first, both = self.decode([id]), self.decode([id, id])
         text = both[len(first) :] if both.startswith(first) else first
-        if not text or "\ufffd" in text:
-            text = spelling
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return spelling if not text or "\ufffd" in text else text
 
     def _doubled(self, ids: list[int], bare: list[int]) -> str | None:
         if ids[0] == bare[0] and ids[1 : 1 + len(bare)] == bare:

@@ -1,0 +1,76 @@
+"""Everything under reports/ is made by one command, the same each time, and a check tells when it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mlxkv import reporting, session
+from oracle.plan import Refusal
+
+
+@pytest.fixture(autouse=True)
+def _tiny(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    request = partial(session.Request, model=str(folder_of("gqa")), tokens=(3, 7, 11, 2, 19), steps=6)
+    monkeypatch.setattr(session, "Request", request)
+
+
+@pytest.fixture(scope="module")
+def reports(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reports")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Request", partial(session.Request, model=str(folder_of("gqa")), tokens=(3, 7, 11, 2, 19), steps=6))
+        reporting.write_all(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_writing_them_again_changes_nothing(reports: Path) -> None:
+    before = contents(reports)
+    assert [name.split("/")[-1] for name in before] == ["README.md", "compare.json", "compare.md", "compare.svg"]
+    reporting.write_all(reports)
+    assert contents(reports) == before
+
+
+def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
+    (row,) = [line for line in (reports / "README.md").read_text().splitlines() if line.startswith("| [")]
+    (path,) = reports.rglob("compare.md")
+    place = path.relative_to(reports)
+    assert row == f"| [compare]({place}) | gqa | {place.parts[1]} | agree (algebra, logits, cache) |"
+    assert place.parts[1].endswith("-cpu")
+
+
+def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(reports: Path) -> None:
+    assert reporting.check(reports) == []
+    (path,) = reports.rglob("compare.json")
+    value = json.loads(path.read_text())
+    kept = path.read_text()
+    value["gates"][0]["value"] *= 3
+    value["generated"][0] += 1
+    path.write_text(json.dumps(value))
+    found = reporting.check(reports)
+    path.write_text(kept)
+    assert len(found) == 2
+    assert "gates[0].value" in found[0]
+    assert "generated[0]" in found[1]
+
+
+def test_nothing_to_check_is_not_a_pass(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="nothing to check"):
+        reporting.check(tmp_path)
+
+
+def test_a_report_names_what_made_it(reports: Path) -> None:
+    (path,) = reports.rglob("compare.md")
+    report = path.read_text()
+    value = json.loads(path.with_suffix(".json").read_text())
+    for word in ("MLX_ENABLE_TF32", "blas", "torch", "transformers", "threads", "device", value["subject"]["fingerprint"]):
+        assert word in report
+    assert value["environment"]["port"]["MLX_ENABLE_TF32"] == "0"

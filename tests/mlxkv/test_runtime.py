@@ -1,0 +1,78 @@
+"""What an engine's process does before MLX starts, and what no other process does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxkv import runtime
+from oracle.plan import Refusal
+
+LIBRARIES = ("blis", "openblas", "mkl_rt")
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | env)
+
+
+def test_without_any_blas_the_port_computes_the_same_within_the_noise(folder_of: Callable[[str], Path]) -> None:
+    code = (
+        "from mlxkv import runtime\n"
+        "print(runtime.prepare('cpu')['blas'])\n"
+        "from mlxkv import Cache, load\n"
+        f"model = load({str(folder_of('gqa'))!r})\n"
+        "print(*model([[3, 7, 11, 2, 19]], cache=Cache(model.config)).tolist()[0])\n"
+    )
+    found = [python(code, MLXKV_BLAS=blas).stdout.splitlines() for blas in ("none", "")]
+    assert found[0][0] == "reference (from MLX)"
+    a, b = ([float(x) for x in lines[1].split()] for lines in found)
+    assert len(a) == 40
+    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4 * max(map(abs, a))
+
+
+def test_a_blas_that_is_named_but_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXKV_BLAS", "/nowhere/libblas.so")
+    with pytest.raises(Refusal, match=r"MLXKV_BLAS: /nowhere/libblas.so cannot be loaded .* give the path of a BLAS library, or none"):
+        runtime.load_blas()
+
+
+def test_no_blas_is_loaded_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", object())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="beside torch"):
+        runtime.load_blas()
+    monkeypatch.delitem(sys.modules, "torch")
+
+
+def test_tf32_is_off_and_said_so_and_threads_are_those_asked_for() -> None:
+    code = "from mlxkv import runtime; f = runtime.prepare('cpu', threads=1); print(f['MLX_ENABLE_TF32'], f['threads'])"
+    assert python(code, MLX_ENABLE_TF32="1").stdout == "0 1\n"
+
+
+def test_importing_the_package_changes_nothing_in_the_process() -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "import mlxkv; mlxkv.load, mlxkv.Cache\n"
+        "maps = open('/proc/self/maps').read() if os.path.exists('/proc/self/maps') else ''\n"
+        f"print(before == dict(os.environ), [n for n in {LIBRARIES} if 'lib' + n in maps])\n"
+    )
+    assert python(code).stdout == "True []\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The oracle inherits an environment from it, and would inherit a preloaded library's variables."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mlxkv import reporting, session\n"
+        f"request = session.Request(model={str(folder_of('gqa'))!r}, tokens=(3, 7), steps=3)\n"
+        f"verdict = reporting.compare(request, Path({str(tmp_path)!r}), command='').verdict\n"
+        "maps = open('/proc/self/maps').read()\n"
+        f"print(verdict.outcome, 'mlx.core' in sys.modules, 'torch' in sys.modules, [n for n in {LIBRARIES} if '/lib' + n in maps])\n"
+    )
+    assert python(code).stdout == "agree False False []\n"
