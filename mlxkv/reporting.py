@@ -16,10 +16,14 @@ from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
 from oracle import tokens, trace
+from oracle.checkpoint import Checkpoint
 from oracle.plan import Refusal
 
 NAMES = ("compare.svg", "compare.json", "compare.md")
 """The files of one comparison; the Markdown last, since it links to the others."""
+
+ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
+"""Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             continuation=continuation,
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
-            page=_is_original(case),
+            page=_is_original(runs.checkpoint),
         ),
     }
     system = str(environment.get("os", "unknown")).split()[0].lower()
@@ -127,13 +131,10 @@ def _continuation(runs: session.Runs) -> markdown.Continuation:
     return markdown.Continuation(tuple(generated), tokenizer.decode(generated) if tokenizer else None)
 
 
-def _is_original(case: Case) -> bool:
+def _is_original(checkpoint: Checkpoint) -> bool:
     """Whether these are the weights that the page used, so that its values may stand beside ours."""
-    return case.manifest.fingerprint == ORIGINAL
-
-
-ORIGINAL = ""
-"""Fingerprint of HuggingFaceTB/SmolLM2-135M-Instruct's own model.safetensors; unknown until somebody has it at hand."""
+    files = {tensor.file for tensor in checkpoint.tensors.values()}
+    return [file.stat().st_size for file in files] == [ORIGINAL[0]] and trace.sha256(files.pop()) == ORIGINAL[1]
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:

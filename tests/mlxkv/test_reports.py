@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxkv import reporting, session
+from oracle import trace
 from oracle.plan import Refusal
 
 
@@ -74,3 +75,15 @@ def test_a_report_names_what_made_it(reports: Path) -> None:
     for word in ("MLX_ENABLE_TF32", "blas", "torch", "transformers", "threads", "device", value["subject"]["fingerprint"]):
         assert word in report
     assert value["environment"]["port"]["MLX_ENABLE_TF32"] == "0"
+
+
+def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
+    reports: Path, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "on the page" not in next(reports.rglob("compare.md")).read_text()
+    weights = folder_of("gqa") / "model.safetensors"
+    monkeypatch.setattr(reporting, "ORIGINAL", (weights.stat().st_size, trace.sha256(weights)))
+    reporting.write_all(tmp_path)
+    lines = next(tmp_path.rglob("compare.md")).read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| mlxkv cached ") and "| mlxkv nocache" in line]
+    assert row.split("|")[-2].strip() == "6.25e-05"
