@@ -136,7 +136,7 @@ def to_json(speeds: list[Speed], takes: list[Take], environment: dict[str, Any])
 
 def text(model: str, speeds: list[Speed], takes: list[Take], environment: dict[str, Any]) -> str:
     """The tables that a person reads."""
-    lines = [f"{model}  mlx {environment['mlx']} {environment['device']} ({environment['blas']})  {environment['cpu']}", ""]
+    lines = [f"{model}  mlx {environment['mlx']} {environment['device']} ({environment['blas'].split(' (')[0]})  {environment['cpu']}", ""]
     rows = [(s.what, f"{s.port:.1f}", f"{s.other:.1f}", f"{s.ratio:.2f}", f"{min(s.ratios):.2f} to {max(s.ratios):.2f}") for s in speeds]
     lines += columns(("tokens per second", "port", "mlx-lm", "ratio", "its range"), rows, left={0})
     for take in takes:

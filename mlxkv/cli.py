@@ -166,7 +166,7 @@ def _request(prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ..
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
     if prompt_file is not None:
         try:
-            prompt = prompt_file.read_text(encoding="utf-8")
+            prompt = prompt_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise Refusal(f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
     return Request(prompt=prompt, tokens=tokens, **rest)

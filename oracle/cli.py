@@ -104,7 +104,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
 

@@ -6,6 +6,7 @@ Results are used again when the digest of everything they depend on is the same.
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,11 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
                 return Answer(folder, manifest, None)
         except Refusal:
             pass  # absent, unfinished or damaged: made anew below
-    finished = job.start(["oracle", *_arguments(question, folder)])
+    with tempfile.NamedTemporaryFile("wb", suffix=".txt") as prompt:
+        # A file, since an argument has a limit that a long prompt exceeds.
+        prompt.write((question.prompt or "").encode())
+        prompt.flush()
+        finished = job.start(["oracle", *_arguments(question, folder, prompt.name)])
     manifest = trace.read_manifest(folder)
     if manifest.inputs != digest:
         raise Refusal(
@@ -83,24 +88,22 @@ def require_torch() -> None:
 
 
 def judged(manifest: trace.Manifest, folder: Path) -> dict[str, plans.Plan]:
-    """The plans of a run folder, by name."""
-    return {name: plans.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
+    """The plans of a run folder, by name; refused where one is not what the manifest says."""
+    found = {}
+    for name, digest in manifest.plans.items():
+        path = folder / "plans" / f"{name}.json"
+        found[name] = plans.read(path)
+        if found[name].digest != digest:
+            raise Refusal(f"{path}: digest is {found[name].digest[:16]}, expected {digest[:16]}; make the folder again")
+    return found
 
 
-def _check_plans(folder: Path, manifest: trace.Manifest) -> None:
-    for name, plan in judged(manifest, folder).items():
-        if plan.digest != manifest.plans[name]:
-            raise Refusal(
-                f"{folder}/plans/{name}.json: digest is {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make the folder again"
-            )
-
-
-def _arguments(question: Question, folder: Path) -> list[str]:
+def _arguments(question: Question, folder: Path, prompt: str) -> list[str]:
     arguments = ["run", question.checkpoint.source, "--out", str(folder), "--force"]
     if question.checkpoint.revision:
         arguments += ["--revision", question.checkpoint.revision]
     if question.prompt is not None:
-        arguments += ["--prompt", question.prompt]
+        arguments += ["--prompt-file", prompt]
     else:
         arguments += ["--tokens", ",".join(map(str, question.tokens)), "--prompt-tokens", str(question.prompt_tokens)]
     if question.chunks is not None:

@@ -135,6 +135,17 @@ def test_an_oracle_folder_with_a_changed_plan_is_refused(tiny: Path, answer: Pat
     refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "sha256")
 
 
+def test_a_plan_that_is_not_the_manifests_is_refused_even_when_its_hash_fits(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(answer, copy)
+    plan, manifest = copy / "plans" / "step.json", copy / "manifest.json"
+    plan.write_text(plan.read_text().replace('"index_pos": 5', '"index_pos": 6'))
+    value = json.loads(manifest.read_text())
+    value["files"]["plans/step.json"] = trace.sha256(plan)
+    manifest.write_text(json.dumps(value))
+    refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "digest")
+
+
 @pytest.mark.parametrize("name", ["truth", "reference-step", "floors", "manifest"])
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
 def test_a_damaged_oracle_folder_is_refused(tiny: Path, answer: Path, tmp_path: Path, name: str, how: str) -> None:
