@@ -49,7 +49,7 @@ _run = _options(
     click.option("--prompt", help="Text to start from  [default: The capital of France is]"),
     click.option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
     click.option("--tokens", type=Numbers(), help="Token ids to start from."),
-    click.option("--steps", type=click.IntRange(1), help="Greedy tokens after the prompt  [default: 20]"),
+    click.option("--steps", type=click.IntRange(1), help="Greedy tokens to choose; the last is not fed  [default: 20]"),
     click.option("--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."),
     click.option("--dtype", type=DTYPES, help="What both engines compute in  [default: float32]"),
     click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs."),
@@ -71,7 +71,13 @@ def cli() -> None:
 @_run
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
-@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, for the report's three-way table.")
+@click.option(
+    "--candidate",
+    "candidates",
+    type=FOLDER,
+    multiple=True,
+    help="A trace of a third engine, judged too and shown beside.",
+)
 @click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
@@ -84,7 +90,7 @@ def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...
     request = _request(oracle=oracle_folder, fresh=fresh, **options)
     result = reporting.compare(request, out, candidates=candidates, command=_command_line())
     click.echo(result.as_json() if as_json else result.text(out), nl=False)
-    sys.exit(result.verdict.exit_code)
+    sys.exit(result.exit_code)
 
 
 @cli.command()

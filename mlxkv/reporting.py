@@ -12,7 +12,7 @@ from mlxkv import session
 from mlxkv.engines.job import Finished
 from mlxkv.judge import delta
 from mlxkv.judge.case import Case, by_plan, door
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import Verdict, join
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
 from oracle import tokens, trace
@@ -36,6 +36,14 @@ class Compared:
     files: dict[str, str]
     machine: str
     took: dict[str, Finished | None]
+    third: Verdict | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the worse of the port's verdict and the candidate's."""
+        both = [self.verdict, *([self.third] if self.third else [])]
+        worst = join(v.outcome for v in both)
+        return next(v.exit_code for v in both if v.outcome == worst)
 
     def as_json(self) -> str:
         """The verdict as `mlxkv-verdict/1`, with what each process took (null: its result was reused)."""
@@ -45,7 +53,8 @@ class Compared:
     def text(self, out: Path) -> str:
         """What a person reads in the terminal."""
         sides = (self.sides[0], self.sides[1])
-        return markdown.console_report(self.verdict, self.case.manifest, sides=sides, report=str(out / "compare.md"))
+        text = markdown.console_report(self.verdict, self.case.manifest, sides=sides, report=str(out / "compare.md"))
+        return text + (f"{self.third.subject.engine}: {markdown.sentence(self.third)}\n" if self.third else "")
 
     def write(self, out: Path) -> list[Path]:
         """The files, each whole or not there."""
@@ -69,13 +78,14 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
     candidates = by_plan(case.manifest, runs.arithmetic)
     verdict = judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra))
     beside = _third(case, third)
+    other = judge(case, beside) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     environment = runs.arithmetic[0].meta.environment
     continuation = _continuation(runs)
     files = {
         "compare.svg": _plot(verdict, case),
-        "compare.json": _json(verdict, runs, continuation),
+        "compare.json": _json(verdict, other, runs, continuation),
         "compare.md": markdown.compare_report(
             verdict,
             case.manifest,
@@ -84,12 +94,13 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             continuation=continuation,
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
+            other=other,
             page=_is_original(runs.checkpoint),
         ),
     }
     system = str(environment.get("os", "unknown")).split()[0].lower()
     machine = f"{system}-{environment.get('arch', 'unknown')}-{runs.arithmetic[0].meta.device}"
-    return Compared(verdict, case, tuple(sides), files, machine, runs.took)
+    return Compared(verdict, case, tuple(sides), files, machine, runs.took, other)
 
 
 def _third(case: Case, traces: Sequence[trace.Trace]) -> dict[str, trace.Trace]:
@@ -106,7 +117,7 @@ def _plot(verdict: Verdict, case: Case) -> str:
     return plots.error_by_position(verdict.curves, verdict.floor, limit=WORST, texts=case.manifest.texts, title=title)
 
 
-def _json(verdict: Verdict, runs: session.Runs, continuation: markdown.Continuation) -> str:
+def _json(verdict: Verdict, other: Verdict | None, runs: session.Runs, continuation: markdown.Continuation) -> str:
     manifest = runs.case.manifest
     errors = [
         {"engine": t.meta.engine, "dtype": t.meta.dtype, "plan": t.meta.plan.name, "step": i, "error": o.error}
@@ -119,6 +130,7 @@ def _json(verdict: Verdict, runs: session.Runs, continuation: markdown.Continuat
         "prompt": manifest.prompt,
         "generated": list(continuation.ids),
         "errors": errors,
+        "third": other.to_json() if other else None,
         "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"

@@ -66,7 +66,8 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
             f"{folder}: made with weights {case.manifest.fingerprint[:16]}, but {checkpoint.source} holds {checkpoint.fingerprint[:16]}; "
             "run the oracle on these weights, or name the model that the folder was made with"
         )
-    plans = tuple(oracle.judged(case.manifest, folder).values())
+    # Plans may coincide (full and step where nothing is decoded): one run then serves both names.
+    plans = tuple({plan.digest: plan for plan in oracle.judged(case.manifest, folder).values()}.values())
     with scratch() as room:
         arithmetic = _job(checkpoint, plans, room / "run", case.manifest.dtype, case.manifest.dtype, request.device)
         algebra = _job(checkpoint, plans, room / "float64", "float64", case.manifest.dtype, "cpu")

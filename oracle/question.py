@@ -97,7 +97,7 @@ class Question:
 
     def estimate(self) -> str:
         """One line: the sequence, and about what its answer will take."""
-        return f"{self.length} tokens: about {_round(self._seconds())} s and {_round(self._bytes() / 1e6)} MB on disk"
+        return f"oracle: {self.length} tokens, about {_round(self._seconds())} s and {_round(self._bytes() / 1e6)} MB on disk"
 
     def _seconds(self) -> float:
         size = sum(math.prod(shape) for shape in self.config.shapes().values())

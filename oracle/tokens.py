@@ -44,20 +44,29 @@ class Tokenizer:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def token_text(self, id: int) -> str:
-        """One token's text within a sentence, as it is; of a part of a character its spelling in the vocabulary."""
+        """One token's text within a sentence, as it is; of a part of a character its bytes, as in <f0 9f>."""
         spelling = self._inner.id_to_token(id)
         if spelling is None:
             return f"<{id}>"
         # Some decoders drop the space before a sentence's first word: the second of two alike keeps it.
         first, both = self.decode([id]), self.decode([id, id])
         text = both[len(first) :] if both.startswith(first) else first
-        return spelling if not text or "\ufffd" in text else text
+        return _bytes(spelling) if not text or "\ufffd" in text else text
 
     def _doubled(self, ids: list[int], bare: list[int]) -> str | None:
         if ids[0] == bare[0] and ids[1 : 1 + len(bare)] == bare:
             spelling = self._inner.id_to_token(ids[0])
             return f"prompt: begins with {spelling} twice (the text has it and the tokenizer adds it); both are kept"
         return None
+
+
+def _bytes(spelling: str) -> str:
+    """The bytes that a byte-level vocabulary spells with stand-in characters; another spelling as it is."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+    found = [byte_of.get(c) for c in spelling]
+    return spelling if None in found or not found else f"<{bytes(b for b in found if b is not None).hex(' ')}>"
 
 
 def load(folder: Path) -> Tokenizer | None:

@@ -158,16 +158,17 @@ def writer(path: Path, meta: Meta, shapes: Mapping[str, tuple[type, tuple[int, .
     return Writer(path, shapes, meta_bytes=room + 2**16)
 
 
-def write(path: Path, meta: Meta, arrays: Mapping[str, Array]) -> None:
+def write(path: Path | str, meta: Meta, arrays: Mapping[str, Array]) -> None:
     """One trace from arrays in memory."""
-    with writer(path, meta, {n: (a.dtype.type, a.shape) for n, a in arrays.items()}) as out:
+    with writer(Path(path), meta, {n: (a.dtype.type, a.shape) for n, a in arrays.items()}) as out:
         for name, array in arrays.items():
             out.arrays[name][...] = array
         out.finish(meta.to_json())
 
 
-def read(path: Path) -> Trace:
+def read(path: Path | str) -> Trace:
     """The trace in a file, its arrays mapped into memory; a Refusal where it is damaged or says too little."""
+    path = Path(path)
     meta, arrays = read_arrays(path)
     trace = Trace(_meta(meta, str(path)), arrays, path)
     for name, dtypes, ndim in (("logits", "fF", 2), ("positions", "i", 1), ("steps", "i", 1)):
@@ -184,8 +185,9 @@ def read(path: Path) -> Trace:
     return trace
 
 
-def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+def read_arrays(path: Path | str) -> tuple[dict[str, Any], dict[str, Array]]:
     """The metadata and the mapped arrays of any file that a Writer wrote."""
+    path = Path(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -319,7 +319,8 @@ def _blind(bench: Bench) -> list[str]:
     if any(g.failed for g in gates):
         return []
     return [
-        f"in {case.manifest.dtype} a fault as small as logits times {usual:g} passes (sigma {gates[1].value:.2f}), unseen outside lane A"
+        f"in {case.manifest.dtype} logits times {usual:g} pass (sigma {gates[1].value:.2f}), unseen outside lane A; "
+        f"times {CONTROL_SCALE[case.manifest.dtype]:g} is seen"
     ]
 
 

@@ -26,6 +26,21 @@ PAGE = {
 }
 _UNSAID = ("generated",)  # stands under Tokens
 _MOST_IDS = 64
+WORDS = (
+    ("the page", "the article on KV caches in transformers and candle whose experiments this project repeats"),
+    ("full", "the whole sequence in one call"),
+    ("step", "the prompt, then single tokens through the cache (the page's *cached*)"),
+    ("prefixes", "no cache, the growing prefix at every step (the page's *nocache*)"),
+    ("chunked", "the prompt in several calls, then single tokens"),
+    ("noise floor", "how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position"),
+    ("algebra", "the port in float64 against the truth, where there is no noise"),
+    ("sigma", "rms error over all positions, in noise floors; correct engines read about 1"),
+    ("worst position, peak", "the worst position's rms, and the largest single logit's error, in their floors"),
+    ("shift", "a common offset of all logits of a position, which sigma leaves out, in its floor"),
+    ("decisive flips", "positions whose highest token changed although the truth's margin is far above the noise"),
+    ("cached against uncached", "step against full within the engine, in units of the same difference within transformers"),
+    ("keys, values", "rows of the step plan's cache, per layer and head, in floors: median, 95th percentile and worst over positions"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ def sentence(verdict: Verdict) -> str:
 
 def console_report(verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, Side], report: str | None = None) -> str:
     """What `compare` prints. `report` is where the Markdown went."""
-    n, shown = len(manifest.tokens), quoted(clip(_prompt(manifest), 40))
+    n, shown = len(manifest.tokens), clip(_prompt(manifest), 42)
     lines = [f"{_model(manifest)}  {manifest.dtype}  {sides[0].headline} vs {sides[1].headline}"]
     lines += [f"{n} tokens: {shown} + {n - manifest.prompt_tokens}        {_proofs(manifest)}", ""]
     if verdict.gates:
@@ -111,22 +126,28 @@ def compare_report(
     continuation: Continuation | None = None,
     svg: str | None = None,
     third: Sequence[Pair] = (),
+    other: Verdict | None = None,
     page: bool = False,
 ) -> str:
-    """The Markdown report. `third` are the pairs of `delta.three_way`; `page` puts the page's values beside ours."""
+    """The Markdown report. `third` are the pairs of `delta.three_way` with a third engine, whose own verdict is `other`.
+
+    `page` puts the page's values beside ours.
+    """
     parts = [
         [f"# {verdict.subject.engine} against transformers: {_model(manifest)}, {manifest.dtype}", "", f"**{sentence(verdict)}**"],
         [f"- {line}" for line in (*verdict.reasons, *verdict.notes, verdict.hint) if line],
         _gates(verdict),
-        _pair_section("Cached against uncached", "The page's table 3", verdict.tables.cached, verdict, page),
-        _pair_section("Chunked prefill", "The page's table 4", verdict.tables.chunked, verdict, page),
+        _pair_section("Cached against uncached", "Table 3 of the page", verdict.tables.cached, verdict, page),
+        _pair_section("Chunked prefill", "Table 4 of the page", verdict.tables.chunked, verdict, page),
         _pair_section("Three engines", "The same rows", tuple(third), verdict, False),
+        [f"By the same gates {other.subject.engine}: **{sentence(other)}**."] if other else [],
         _tokens(manifest, continuation),
         ["## Error by position", "", f"![rms error of each plan, position by position, beside the noise floor]({svg})"] if svg else [],
         _figures(verdict.figures),
         _environment(sides),
         _inputs(manifest),
         ["## Reproduce", "", "```sh", *commands, "```"] if commands else [],
+        ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -178,7 +199,7 @@ def _pairs(verdict: Verdict) -> tuple[Pair, ...]:
 
 def _tokens(manifest: Manifest, continuation: Continuation | None) -> list[str]:
     ids = manifest.tokens[: manifest.prompt_tokens]
-    rows = [["prompt", code(quoted(_prompt(manifest))), code(_ids(ids))]]
+    rows = [["prompt", code(_prompt(manifest)), code(_ids(ids))]]
     if continuation is not None:
         text = code(quoted(continuation.text)) if continuation.text is not None else "-"
         rows.append(["generated", text, code(_ids(continuation.ids))])
@@ -230,7 +251,9 @@ def _model(manifest: Manifest) -> str:
 
 
 def _prompt(manifest: Manifest) -> str:
-    return manifest.prompt if manifest.prompt is not None else "".join(manifest.texts[: manifest.prompt_tokens])
+    if manifest.prompt is not None or manifest.texts:
+        return quoted(manifest.prompt if manifest.prompt is not None else "".join(manifest.texts[: manifest.prompt_tokens]))
+    return f"{manifest.prompt_tokens} ids"
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -13,9 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 
+from mlxkv.engines import candle
 from oracle import trace
+from oracle.checkpoint import resolve
+from oracle.plan import Call
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
 
@@ -187,6 +191,49 @@ def test_a_third_engine_stands_beside_the_port_and_the_oracle(tiny: Path, answer
         ("third cached", "truth full"),
         ("mlxkv cached", "truth full"),
     ]
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tiny" / "gqa"
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, trace.Trace]:
+    """An oracle folder over the tokens of candle's cached plan, and candle's rows as a trace."""
+    folder = tmp_path_factory.mktemp("golden") / "run"
+    rows = candle.read(GOLDEN, "cached", fingerprint=resolve(str(GOLDEN)).fingerprint)
+    ids = [str(id) for step in rows.meta.plan.steps if isinstance(step, Call) for id in step.tokens]
+    command = ["oracle", "run", str(GOLDEN), "--tokens", ",".join(ids), "--prompt-tokens", "5", "--steps", "0", "--out", str(folder)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    return folder, rows
+
+
+def test_the_real_candle_is_judged_beside_the_port_and_agrees(golden: tuple[Path, trace.Trace], tmp_path: Path) -> None:
+    folder, rows = golden
+    trace.write(tmp_path / "candle.safetensors", rows.meta, rows.arrays)
+    done = mlxkv("compare", GOLDEN, "--oracle", folder, "--candidate", tmp_path / "candle.safetensors", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "candle: agree (logits)"
+    assert "By the same gates candle: **agree (logits)**." in (tmp_path / "out" / "compare.md").read_text()
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["outcome"] == "agree"
+
+
+def test_a_wrong_candidate_differs_though_the_port_agrees(golden: tuple[Path, trace.Trace], tmp_path: Path) -> None:
+    folder, rows = golden
+    arrays = dict(rows.arrays) | {"logits": rows.logits * np.float32(1.001)}
+    trace.write(tmp_path / "candle.safetensors", rows.meta, arrays)
+    done = mlxkv("compare", GOLDEN, "--oracle", folder, "--candidate", tmp_path / "candle.safetensors", "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nagree (algebra, logits, cache)" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("candle: differ (logits): sigma")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tokens", "3,7,11", "--steps", "1"], ["--tokens", "3", "--steps", "1"], ["--tokens", "3,7", "--chunks", "2"]]
+)
+def test_plans_that_coincide_are_run_once_and_judged(tiny: Path, tmp_path: Path, arguments: list[str]) -> None:
+    done = mlxkv("compare", tiny, *arguments, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nagree (algebra, logits" in done.stdout
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ Controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: diffe
 
 ## Cached against uncached
 
-The page's table 3: a minus b in logits, from the prompt's last token on; first and last row's largest, rms over all.
+Table 3 of the page: a minus b in logits, from the prompt's last token on; first and last row's largest, rms over all.
 
 On the page, candle 0.11.0 stands where this engine stands here.
 
@@ -263,7 +263,7 @@ On the page, candle 0.11.0 stands where this engine stands here.
 
 ## Chunked prefill
 
-The page's table 4: a minus b in logits, from the prompt's last token on; first and last row's largest, rms over all.
+Table 4 of the page: a minus b in logits, from the prompt's last token on; first and last row's largest, rms over all.
 
 On the page, candle 0.11.0 stands where this engine stands here.
 
@@ -330,4 +330,20 @@ Against the float64 truth, over all rows of each plan: what other tools look at.
 ```sh
 mlxkv compare --steps 20
 ```
+
+## Words
+
+- **the page**: the article on KV caches in transformers and candle whose experiments this project repeats
+- **full**: the whole sequence in one call
+- **step**: the prompt, then single tokens through the cache (the page's *cached*)
+- **prefixes**: no cache, the growing prefix at every step (the page's *nocache*)
+- **chunked**: the prompt in several calls, then single tokens
+- **noise floor**: how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position
+- **algebra**: the port in float64 against the truth, where there is no noise
+- **sigma**: rms error over all positions, in noise floors; correct engines read about 1
+- **worst position, peak**: the worst position's rms, and the largest single logit's error, in their floors
+- **shift**: a common offset of all logits of a position, which sigma leaves out, in its floor
+- **decisive flips**: positions whose highest token changed although the truth's margin is far above the noise
+- **cached against uncached**: step against full within the engine, in units of the same difference within transformers
+- **keys, values**: rows of the step plan's cache, per layer and head, in floors: median, 95th percentile and worst over positions
 """

@@ -365,4 +365,4 @@ def test_the_truth_follows_the_sequence_whole_in_chunks_and_by_steps(model, aske
 
 def test_the_estimate_names_length_time_and_size(model):
     question = ask(model, tokens=models.tokens(7), steps=6)
-    assert question.estimate().startswith("12 tokens: about 8 s and ")
+    assert question.estimate().startswith("oracle: 12 tokens, about 8 s and ")

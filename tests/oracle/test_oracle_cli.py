@@ -39,7 +39,7 @@ def test_a_run_says_what_it_takes_and_prints_the_folder(oracle, model, tmp_path)
     code, stdout, stderr = oracle("run", model, "--tokens", "5,6,7,8,9", "--steps", 4, "--chunks", "1,4", "--threads", 1, "--out", out)
     assert (code, stdout) == (0, f"{out}\n")
     first, *proofs = stderr.splitlines()
-    assert first.startswith("8 tokens: about ")
+    assert first.startswith("oracle: 8 tokens, about ")
     assert [line.endswith(": holds") for line in proofs] == [True, True]
     code, stdout, stderr = oracle("check", out)
     assert (code, stderr) == (0, "")
