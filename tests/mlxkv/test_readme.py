@@ -48,3 +48,12 @@ def test_every_command_stands_in_readme() -> None:
 
     for name in cli.commands:
         assert f"`mlxkv {name}" in README
+
+
+def test_the_tokens_of_the_candle_example_are_those_that_candle_was_fed() -> None:
+    from mlxkv.engines import candle
+    from oracle.plan import Call
+
+    plan = candle.read(ROOT / "tests" / "golden" / "tiny" / "gqa", "cached").meta.plan
+    ids = [str(id) for step in plan.steps if isinstance(step, Call) for id in step.tokens]
+    assert f"--tokens {','.join(ids)}" in README
