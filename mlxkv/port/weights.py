@@ -40,11 +40,6 @@ def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_t
         for name in (n for n in names if checkpoint.tensors[n].file == file):
             with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
                 array = arrays.pop(name).astype(first).astype(target)
-                if array.ndim == 2 and target == mx.float32:
-                    # The same matrix, its columns contiguous: x @ weight.T then reads memory in order, which a CPU BLAS does 1.2 times
-                    # faster for the single row of x in decoding. In float64 making the copy costs what it would save; MLX widens
-                    # half precision on the CPU element by element, and ten times slower against the order of memory.
-                    array = mx.contiguous(array.T).T
             # One at a time: a float64 copy beside its float32 source, of every tensor at once, would not fit.
             mx.eval(array)
             model.update(tree_unflatten([(name.removeprefix("model."), array)]))
