@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +92,7 @@ def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...
 
     request = _request(oracle=oracle_folder, fresh=fresh, **options)
     result = reporting.compare(request, out, candidates=candidates, command=_command_line())
-    click.echo(result.as_json() if as_json else result.text(out), nl=False)
+    _print(result.as_json() if as_json else result.text(out))
     sys.exit(result.exit_code)
 
 
@@ -107,10 +110,10 @@ def reports(check: bool, candidates: tuple[Path, ...], out: Path, device: str) -
 
     if check:
         differences = reporting.check(out, device=device)
-        click.echo("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n", nl=False)
+        _print("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n")
         sys.exit(1 if differences else 0)
     for path in reporting.write_all(out, candidates=candidates, device=device):
-        click.echo(path)
+        _print(f"{path}\n")
 
 
 @cli.command()
@@ -126,7 +129,7 @@ def bench(model: str | None, revision: str | None, as_json: bool, **options: Any
     """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
     from mlxkv import reporting
 
-    click.echo(reporting.bench(model, revision, as_json=as_json, **options), nl=False)
+    _print(reporting.bench(model, revision, as_json=as_json, **options))
 
 
 @cli.command()
@@ -140,8 +143,8 @@ def generate(model: str | None, revision: str | None, prompt: str, steps: int, d
     from mlxkv import show
 
     for piece in show.generate(model, revision, prompt, steps, dtype=dtype, device=device):
-        click.echo(piece, nl=False)
-    click.echo()
+        _print(piece)
+    _print("\n")
 
 
 @cli.command()
@@ -151,7 +154,7 @@ def inspect(model: str | None, revision: str | None, as_json: bool) -> None:
     """Show a checkpoint's config, RoPE, cache layout and bytes, and which config keys were ignored and why."""
     from mlxkv import show
 
-    click.echo(show.inspect(model, revision, as_json=as_json), nl=False)
+    _print(show.inspect(model, revision, as_json=as_json))
 
 
 @cli.command()
@@ -160,7 +163,7 @@ def doctor() -> None:
     from mlxkv import show
 
     text, exit_code = show.doctor()
-    click.echo(text, nl=False)
+    _print(text)
     sys.exit(exit_code)
 
 
@@ -185,25 +188,35 @@ def _command_line() -> str:
     return shlex.join(["mlxkv", *sys.argv[1:]])
 
 
+def _print(text: str) -> None:
+    """Results to stdout; where they cannot go the exit code must not be one that means a verdict."""
+    try:
+        click.echo(text, nl=False)
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise Refusal(f"standard output: cannot be written ({error.strerror}); give it somewhere to go") from error
+
+
 def main() -> None:
-    """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either."""
+    """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either.
+
+    A fault of ours shows its traceback and is 2 too: 1 means that the engines differ.
+    """
     from mlxkv.engines import AlreadySaid
 
+    # What stops this process must let it stop its engines and remove what it has half written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(cli(standalone_mode=False))
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
     except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     except AlreadySaid:
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
-        sys.stderr.close()
-        sys.exit(2)
+        pass
+    except Exception:
+        traceback.print_exc()
+    sys.exit(2)

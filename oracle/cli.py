@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -140,4 +141,8 @@ def main() -> None:
     except BrokenPipeError:
         # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)
+    except Exception:
+        # A fault of ours: 1 would mean that something differs.
+        traceback.print_exc()
         sys.exit(2)

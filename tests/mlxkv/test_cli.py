@@ -342,6 +342,39 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(tiny: Path, 
     assert not (tmp_path / "cache" / "runs").exists() or list((tmp_path / "cache" / "runs").iterdir()) == []
 
 
+def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_verdict(tiny: Path) -> None:
+    command = [sys.executable, "-m", "mlxkv", "inspect", str(tiny)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        ["error: standard output: cannot be written (No space left on device); give it somewhere to go"],
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run(command, stdout=writer, stderr=subprocess.PIPE).returncode == 2
+    os.close(writer)
+    code = "import sys; sys.argv = ['mlxkv', 'doctor']\nfrom mlxkv import cli, show\nshow.doctor = lambda: 1 / 0\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_terminated_comparison_stops_its_engines_and_leaves_no_traces(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "mlxkv", "compare", str(tiny), "--oracle", str(answer), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    runs = tmp_path / "cache" / "runs"
+    while process.poll() is None and not list(runs.glob("*/float64/job.json")):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    assert list(runs.iterdir()) == []
+    lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+    assert [line for line in lines if str(runs).encode() in line] == []
+
+
 def test_help_names_every_command_and_exit_code() -> None:
     done = mlxkv("--help")
     assert done.returncode == 0
