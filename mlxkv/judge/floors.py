@@ -19,9 +19,13 @@ NEAR = 8  # positions on either side (DESIGN): a window of 17 rows over 5 runs s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Floors:
-    """Per position, each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached."""
+    """Per position, each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached.
+
+    `pool` is the rms floor before an ulp bounds it from below: what the members really read.
+    """
 
     rms: Floats
+    pool: Floats
     peak: Floats
     shift: Floats
     cached: Floats
@@ -34,8 +38,10 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     raw = {name: np.asarray(case.floors[name], np.float64) for name in ("rms", "peak", "shift", "cached")}
     least = ulp(truth.largest, case.manifest.dtype)
     rms, peak, shift = raw["rms"][keep], raw["peak"][keep], raw["shift"][keep]
+    pool = np.maximum(_rms(rms), _near_rms(rms))
     return Floors(
-        rms=np.maximum.reduce([_rms(rms), _near_rms(rms), least]),
+        rms=np.maximum(pool, least),
+        pool=pool,
         peak=np.maximum(_near_max(peak), least),
         shift=np.maximum(_near_rms(shift), least),
         cached=np.maximum(_near_rms(raw["cached"]), least),

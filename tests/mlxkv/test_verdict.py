@@ -16,7 +16,7 @@ from synthetic import LINUX, NOISE, Array, N, cache_names, changed, make_algebra
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
-from mlxkv.judge.verdict import judge
+from mlxkv.judge.verdict import SIGMA_LEAST, judge
 from oracle.trace import Trace
 
 CASE = make_case()
@@ -107,7 +107,12 @@ def test_a_coarse_dtype_agrees_too_and_says_what_would_pass(dtype: str) -> None:
     case = make_case(dtype=dtype)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
     assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
-    assert [n.split(" (")[0] for n in verdict.notes] == [f"in {dtype} a fault as small as logits times 1.001 passes"]
+    (note,) = verdict.notes
+    seen = {"float16": "1.1", "bfloat16": "2"}[dtype]
+    assert note.startswith(f"in {dtype} logits times 1.001 pass (sigma 0.") or note.startswith(
+        f"in {dtype} logits times 1.001 pass (sigma 1."
+    )
+    assert note.endswith(f"unseen outside lane A; times {seen} is seen")
 
 
 LOGITS = ["sigma", "worst position", "peak", "shift"]
@@ -505,3 +510,12 @@ def test_the_order_of_rows_in_a_trace_does_not_change_the_verdict(order: list[in
     usual = judge(CASE, RUNS, algebra=EXACT)
     assert found.gates == usual.gates
     assert (found.outcome, found.tables, found.curves) == (usual.outcome, usual.tables, usual.curves)
+
+
+def test_a_pool_far_below_one_ulp_does_not_make_a_correct_engine_doubtful() -> None:
+    """Flat models round less than one unit of their largest logit: the floor is then that unit, and sigma reads small."""
+    noise = 1e-7
+    case = make_case(noise=noise)
+    verdict = judge(case, make_candidates(case, size=noise), algebra=make_algebra(case))
+    assert max(g.value for g in verdict.gates if g.name == "sigma") < SIGMA_LEAST
+    assert (verdict.outcome, verdict.reasons) == ("agree", ())
