@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -84,15 +85,13 @@ class Process:
 
     def __init__(self, arguments: list[str], *, stderr: Path | None = None) -> None:
         self.name = arguments[0]
-        self.begun = time.perf_counter()
+        self.command = [sys.executable, "-m", *arguments]
         self.kept = stderr
-        with open(stderr, "wb") if stderr else nullcontext() as errors:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
-            )
+        self.popen: subprocess.Popen[bytes] | None = None
 
     def wait(self) -> Finished:
         """Its end. A refusal has been said on stderr when this raises; an interrupt is passed on."""
+        assert self.popen is not None
         _, status, usage = os.wait4(self.popen.pid, 0)
         code = self.popen.returncode = os.waitstatus_to_exitcode(status)
         if code != 0 and self.kept:
@@ -109,12 +108,40 @@ class Process:
         return Finished(time.perf_counter() - self.begun, peak)
 
     def __enter__(self) -> Process:
+        with open(self.kept, "wb") if self.kept else nullcontext() as errors:
+            try:
+                with _signals_held():
+                    self.begun = time.perf_counter()
+                    # A group of its own: an interrupt at the terminal reaches us alone, and we pass it on once. A second
+                    # one would break off what the process does to leave nothing half written.
+                    self.popen = subprocess.Popen(
+                        self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, process_group=0
+                    )
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.popen.returncode is None:
-            self.popen.send_signal(signal.SIGINT)
+        if self.popen is not None and self.popen.returncode is None:
+            # Not an interrupt, which Python answers with a traceback while it is still importing.
+            self.popen.terminate()
             self.popen.wait()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """What would stop us waits until the block is over: within Popen it could leave a process that nobody knows."""
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = {sign: signal.signal(sign, lambda n, _: came.append(n)) for sign in (signal.SIGINT, signal.SIGTERM) if main}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def start(arguments: list[str]) -> Finished:
