@@ -20,6 +20,9 @@ from mlxkv.port.config import LlamaConfig
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
+QUERIES = 256
+"""Queries whose scores are held at once."""
+
 
 class RMSNorm(nn.Module):
     """Scales a row to a root mean square of 1, times a weight (E,)."""
@@ -70,8 +73,8 @@ class Attention(nn.Module):
 
     def _attend(self, queries: mx.array, keys: mx.array, values: mx.array, hidden: mx.array | None) -> mx.array:
         dtype = ops.accurate(queries.dtype)
-        out = ops.attention(queries.astype(dtype), keys.astype(dtype), values.astype(dtype), scale=self.scale, hidden=hidden)
-        return out.astype(queries.dtype)
+        wide = queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
+        return blockwise(*wide, scale=self.scale, hidden=hidden).astype(queries.dtype)
 
 
 class MLP(nn.Module):
@@ -169,6 +172,24 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def blockwise(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None) -> mx.array:
+    """`ops.attention`, QUERIES queries at a time: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+
+    No query of a block sees a key after the block's last one, so that a long prompt costs little more than half the work
+    and its scores a fraction of the memory.
+    """
+    L, S = queries.shape[2], keys.shape[2]
+    if hidden is None or L <= QUERIES:
+        return ops.attention(queries, keys, values, scale=scale, hidden=hidden)
+    blocks = []
+    for first in range(0, L, QUERIES):
+        last = min(first + QUERIES, L)
+        seen = S - L + last
+        rows, columns = queries[:, :, first:last], hidden[first:last, :seen]
+        blocks.append(ops.attention(rows, keys[:, :, :seen], values[:, :, :seen], scale=scale, hidden=columns))
+    return mx.concatenate(blocks, axis=2)
 
 
 def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mlxkv
 from mlxkv import Cache, CacheError
-from mlxkv.port import ops
+from mlxkv.port import llama, ops
 from mlxkv.port.llama import Llama, fitting, parameters
 from mlxkv.port.weights import load
 
@@ -313,3 +313,20 @@ def test_an_unknown_dtype_is_refused(model_of: ModelOf, folder_of: FolderOf) -> 
     for make in (lambda: Cache(model_of().config, dtype="float8"), lambda: mlxkv.load(folder_of("gqa"), "float8")):
         with pytest.raises(ValueError, match=r"^dtype: expected one of float32, float16, bfloat16, float64, got 'float8'$"):
             make()
+
+
+@pytest.mark.parametrize("layout", models.LAYOUTS)
+@pytest.mark.parametrize("queries", [1, 3, 4, 11])
+def test_queries_in_blocks_give_what_all_at_once_give(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, layout: str, queries: int
+) -> None:
+    model = model_of(layout, "float64")
+    tokens = np.array([models.ids(19), models.ids(19, seed=1)])
+
+    def logits() -> npt.NDArray[np.float64]:
+        cache = Cache(model.config, dtype="float64")
+        return np.concatenate([np.array(model(part, cache=cache, all_positions=True)) for part in (tokens[:, :5], tokens[:, 5:])], axis=1)
+
+    whole = logits()
+    monkeypatch.setattr(llama, "QUERIES", queries)
+    np.testing.assert_allclose(logits(), whole, rtol=0, atol=1e-12 * np.abs(whole).max())
