@@ -42,11 +42,19 @@ class Speed:
 
 
 def speeds(
-    folder: Path, *, dtype: str, device: str, lengths: tuple[int, ...], decode: int, rounds: int
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    lengths: tuple[int, ...],
+    decode: int,
+    rounds: int,
+    ignore_keys: tuple[str, ...] = (),
 ) -> tuple[list[Speed], dict[str, Any]]:
     """Prefill of each length and decoding after it, in turns; and the environment of the port's process."""
     results: dict[str, dict[str, list[float]]] = {}
-    with _worker("mlxkv", folder, dtype, device) as port, _worker("mlx-lm", folder, dtype, device) as other:
+    given = (str(folder), dtype, device, *ignore_keys)
+    with _worker("mlxkv", *given) as port, _worker("mlx-lm", *given) as other:
         workers = dict(zip(ENGINES, (port, other), strict=True))
         environment = _ask(port, "environment")
         for worker in workers.values():
@@ -68,9 +76,9 @@ def _speed(what: str, port: list[float], other: list[float]) -> Speed:
 
 
 @contextmanager
-def _worker(engine: str, folder: Path, dtype: str, device: str) -> Iterator[subprocess.Popen[str]]:
+def _worker(*given: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlxkv.bench", engine, str(folder), dtype, device],
+        [sys.executable, "-m", "mlxkv.bench", *given],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -150,28 +158,27 @@ def text(model: str, speeds: list[Speed], takes: list[Take], environment: dict[s
     return "\n".join(lines) + "\n"
 
 
-def serve(engine: str, folder: str, dtype: str, device: str) -> None:
+def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) -> None:
     """A worker: answers each [prefill, decode] with the two times in seconds, on the same made-up tokens."""
     from mlxkv import runtime
 
     environment = runtime.prepare(device)
-    turn = _port(folder, dtype) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    turn = _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)
     for line in sys.stdin:
         question = json.loads(line)
         answer = environment if question == "environment" else turn(*question)
         print(json.dumps(answer), flush=True)
 
 
-def _port(folder: str, dtype: str) -> Any:
-
+def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> Any:
     from mlxkv.port.cache import Cache
     from mlxkv.port.weights import load
 
-    model = load(folder, dtype)
+    model = load(folder, dtype, ignore_keys=ignore_keys)
     V = model.config.vocab_size
 
     def turn(prefill: int, decode: int) -> list[float]:
-        cache = Cache(model.config, dtype=dtype)
+        cache = Cache(model.config, dtype=dtype, max_length=prefill + decode)
         begun = time.perf_counter()
         token = _best(model([_tokens(prefill, V)], cache=cache)[0])
         prefilled = time.perf_counter()

@@ -47,6 +47,13 @@ def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 _model = _options(
     click.argument("model", required=False),
     click.option("--revision", help="The commit of a Hub model."),
+    click.option(
+        "--ignore-key",
+        "ignore_keys",
+        metavar="NAME",
+        multiple=True,
+        help="An unknown key of config.json that changes nothing, to be taken out (may be given again).",
+    ),
 )
 _run = _options(
     click.option("--prompt", help="Text to start from  [default: The capital of France is]"),
@@ -125,11 +132,11 @@ def reports(check: bool, candidates: tuple[Path, ...], out: Path, device: str) -
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each engine per length.")
 @click.option("--compare/--no-compare", "with_compare", default=True, help="Also time a first and a second compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def bench(model: str | None, revision: str | None, as_json: bool, **options: Any) -> None:
+def bench(model: str | None, as_json: bool, **options: Any) -> None:
     """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
     from mlxkv import reporting
 
-    _print(reporting.bench(model, revision, as_json=as_json, **options))
+    _print(reporting.bench(model, as_json=as_json, **options))
 
 
 @cli.command()
@@ -138,11 +145,11 @@ def bench(model: str | None, revision: str | None, as_json: bool, **options: Any
 @click.option("-n", "--steps", type=click.IntRange(1), default=50, show_default=True, help="Tokens to generate.")
 @click.option("--dtype", type=DTYPES, default="float32", show_default=True)
 @click.option("--device", type=DEVICES, default="auto", show_default=True)
-def generate(model: str | None, revision: str | None, prompt: str, steps: int, dtype: str, device: str) -> None:
+def generate(model: str | None, prompt: str, steps: int, dtype: str, device: str, **source: Any) -> None:
     """Stream greedy text from the port."""
     from mlxkv import show
 
-    for piece in show.generate(model, revision, prompt, steps, dtype=dtype, device=device):
+    for piece in show.generate(model, prompt, steps, dtype=dtype, device=device, **source):
         _print(piece)
     _print("\n")
 
@@ -150,11 +157,11 @@ def generate(model: str | None, revision: str | None, prompt: str, steps: int, d
 @cli.command()
 @_model
 @click.option("--json", "as_json", is_flag=True)
-def inspect(model: str | None, revision: str | None, as_json: bool) -> None:
+def inspect(model: str | None, as_json: bool, **source: Any) -> None:
     """Show a checkpoint's config, RoPE, cache layout and bytes, and which config keys were ignored and why."""
     from mlxkv import show
 
-    _print(show.inspect(model, revision, as_json=as_json))
+    _print(show.inspect(model, as_json=as_json, **source))
 
 
 @cli.command()

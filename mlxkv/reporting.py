@@ -190,18 +190,32 @@ def check(out: Path, *, device: str = "auto") -> list[str]:
         return recheck.folders(out, room, made)
 
 
-def bench(model: str | None, revision: str | None, *, as_json: bool, with_compare: bool, **options: Any) -> str:
+def bench(
+    model: str | None,
+    *,
+    as_json: bool,
+    with_compare: bool,
+    revision: str | None = None,
+    ignore_keys: tuple[str, ...] = (),
+    **options: Any,
+) -> str:
     """The speed of the port beside mlx-lm, and what a first and a second compare take."""
     from mlxkv import bench as benches
     from oracle.checkpoint import require_llama, resolve
 
-    checkpoint = resolve(model, revision=revision)
+    checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
     require_llama(checkpoint)
     given = {"dtype": options["dtype"], "device": options["device"]}
     speeds, environment = benches.speeds(
-        checkpoint.folder, **given, lengths=options["prefill"], decode=options["decode"], rounds=options["rounds"]
+        checkpoint.folder,
+        **given,
+        lengths=options["prefill"],
+        decode=options["decode"],
+        rounds=options["rounds"],
+        ignore_keys=checkpoint.without,
     )
     arguments = [checkpoint.source, *(["--revision", revision] if revision else []), *(f"--{k}={v}" for k, v in given.items())]
+    arguments += [f"--ignore-key={key}" for key in checkpoint.without]
     takes = benches.compare_takes(arguments) if with_compare else []
     if as_json:
         return json.dumps(benches.to_json(speeds, takes, environment), indent=1) + "\n"

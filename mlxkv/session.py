@@ -14,6 +14,7 @@ from pathlib import Path
 from mlxkv import runtime
 from mlxkv.engines import job, oracle
 from mlxkv.judge.case import Case, read_case
+from mlxkv.port.config import LlamaConfig
 from mlxkv.progress import say
 from oracle import tokens as tokenizers
 from oracle import trace
@@ -39,6 +40,7 @@ class Request:
     threads: int | None = None
     oracle: Path | None = None
     fresh: bool = False
+    ignore_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
 def _job(checkpoint: Checkpoint, plans: tuple[Plan, ...], out: Path, dtype: str, weights_dtype: str, device: str) -> job.Job:
     out.mkdir(parents=True)
     half = max(1, (os.cpu_count() or 1) // 2)
-    return job.Job(str(checkpoint.folder), plans, out, dtype, weights_dtype, device, threads=half)
+    return job.Job(str(checkpoint.folder), plans, out, dtype, weights_dtype, device, threads=half, ignore_keys=checkpoint.without)
 
 
 def _traces(done: job.Job) -> tuple[trace.Trace, ...]:
@@ -89,15 +91,16 @@ def _traces(done: job.Job) -> tuple[trace.Trace, ...]:
 
 
 def _asked(request: Request) -> tuple[Checkpoint, Path, job.Finished | None]:
-    checkpoint = resolve(request.model, revision=request.revision)
+    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
     require_llama(checkpoint)
-    question = _question(request, checkpoint)
+    config = LlamaConfig.of(checkpoint)  # what the port refuses must not cost a run of the oracle first
+    question = _question(request, checkpoint, beyond=config.rope.beyond)
     say(f"oracle: {len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}")
     answer = oracle.ask(question, fresh=request.fresh)
     return checkpoint, answer.folder, answer.made
 
 
-def _question(request: Request, checkpoint: Checkpoint) -> oracle.Question:
+def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracle.Question:
     prompt = request.prompt if request.prompt is not None or request.tokens is not None else DEFAULT_PROMPT
     if request.tokens is not None:
         ids = list(request.tokens)
@@ -112,7 +115,7 @@ def _question(request: Request, checkpoint: Checkpoint) -> oracle.Question:
     steps = 20 if request.steps is None else request.steps
     tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions)
     if len(ids) + steps - 1 > checkpoint.max_positions:
-        limit = f"at most {checkpoint.max_positions} (max_position_embeddings)"
+        limit = f"at most {checkpoint.max_positions} (max_position_embeddings{beyond})"
         raise Refusal(
             f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected {limit}; take fewer steps or a shorter prompt"
         )
@@ -144,7 +147,14 @@ def _given(request: Request) -> tuple[Checkpoint, Path, None]:
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
             raise Refusal(f"--{name}: {where} has its own plans; leave the option out or make another folder")
-    return resolve(request.model or manifest.source, revision=request.revision or manifest.revision), request.oracle, None
+    keys = request.ignore_keys or _ignored(manifest)
+    model, revision = request.model or manifest.source, request.revision or manifest.revision
+    return resolve(model, revision=revision, ignore_keys=keys), request.oracle, None
+
+
+def _ignored(manifest: trace.Manifest) -> tuple[str, ...]:
+    found = manifest.environment.get("ignored_keys")
+    return tuple(key for key in found if isinstance(key, str)) if isinstance(found, list) else ()
 
 
 @contextmanager

@@ -6,18 +6,21 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxkv import runtime
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
 from oracle.plan import Refusal
 
+if TYPE_CHECKING:
+    from mlxkv.port.config import Rope
 
-def generate(model: str | None, revision: str | None, prompt: str, steps: int, *, dtype: str, device: str) -> Iterator[str]:
+
+def generate(model: str | None, prompt: str, steps: int, *, dtype: str, device: str, **source: Any) -> Iterator[str]:
     """Greedy text, piece by piece; ends early at the model's own end-of-text token."""
     from oracle import tokens as tokenizers
 
-    checkpoint = _llama(model, revision)
+    checkpoint = _llama(model, **source)
     tokenizer = tokenizers.load(checkpoint.folder)
     if tokenizer is None:
         raise Refusal(f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt")
@@ -30,9 +33,9 @@ def generate(model: str | None, revision: str | None, prompt: str, steps: int, *
     from mlxkv.port.weights import from_checkpoint
 
     port = from_checkpoint(checkpoint, dtype)
-    cache = Cache(port.config, dtype=dtype)
+    cache = Cache(port.config, dtype=dtype, max_length=len(ids) + steps - 1)
     ends = checkpoint.config.get("eos_token_id")
-    stops = set(ends if isinstance(ends, list) else [ends])
+    stops = {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
     chosen: list[int] = []
     shown = ""
     fed = ids
@@ -49,12 +52,13 @@ def generate(model: str | None, revision: str | None, prompt: str, steps: int, *
             shown = text
 
 
-def inspect(model: str | None, revision: str | None, *, as_json: bool) -> str:
+def inspect(model: str | None, *, as_json: bool, **source: Any) -> str:
     """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config import LlamaConfig
+    from mlxkv.port.rope import span
 
-    checkpoint = _llama(model, revision)
-    config = LlamaConfig.from_json(checkpoint.config, where=str(checkpoint.folder / "config.json"))
+    checkpoint = _llama(model, **source)
+    config = LlamaConfig.of(checkpoint)
     stored = sorted({t.dtype for t in checkpoint.tensors.values()})
     row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     facts: dict[str, Any] = {
@@ -74,17 +78,30 @@ def inspect(model: str | None, revision: str | None, *, as_json: bool) -> str:
         "lm_head": "tied to the embedding" if config.tie_word_embeddings else "its own weights",
         "max positions": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "RoPE": f"{config.rope.rope_type}, theta {config.rope.theta:g}",
-        "RoPE tables": f"cos and sin, each ({config.max_position_embeddings}, {config.head_dim // 2})",
+        "RoPE": _rope(config.rope),
+        "RoPE tables": f"cos and sin, each ({span(config)}, {config.head_dim // 2})",
         "cache per layer": f"keys and values, each (1, {config.num_key_value_heads}, length, {config.head_dim})",
         "cache per token": f"{4 * row} bytes in float32, {2 * row} in half precision",
+        "filled in": dict(config.defaults),
         "notes": list(config.notes),
     }
     if as_json:
         return json.dumps(facts, indent=1) + "\n"
     width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {value}" for name, value in facts.items() if name != "notes" and value != ""]
+    lines = [f"{name:<{width}}  {value}" for name, value in facts.items() if name not in ("filled in", "notes") and value != ""]
+    filled = ", ".join(f"{key} {json.dumps(value)}" for key, value in config.defaults)
+    lines += [f"{'filled in':<{width}}  {filled} (absent in config.json, as in transformers)"] if filled else []
     return "\n".join(lines + [f"{'note':<{width}}  {note}" for note in config.notes]) + "\n"
+
+
+def _rope(rope: Rope) -> str:
+    """The type with every parameter that is not at rest; lists by their length."""
+    from dataclasses import asdict
+
+    at_rest = asdict(type(rope)(rope.theta, rope.rope_type))
+    told = {key: value for key, value in asdict(rope).items() if value != at_rest[key]}
+    shown = [f"{key} {f'{len(value)} numbers' if isinstance(value, tuple) else json.dumps(value)}" for key, value in told.items()]
+    return ", ".join([rope.rope_type, f"theta {rope.theta:g}", *shown])
 
 
 def doctor() -> tuple[str, int]:
@@ -111,7 +128,7 @@ def _existing(path: Any) -> Any:
     return path if path.exists() or path.parent == path else _existing(path.parent)
 
 
-def _llama(model: str | None, revision: str | None) -> Checkpoint:
-    checkpoint = resolve(model, revision=revision)
+def _llama(model: str | None, **source: Any) -> Checkpoint:
+    checkpoint = resolve(model, **source)
     require_llama(checkpoint)
     return checkpoint

@@ -18,6 +18,7 @@ from oracle import floors, reference, trace, truth
 from oracle.config import Config
 from oracle.plan import Call, Greedy, New, Plan, Refusal
 from oracle.question import Progress, Question
+from oracle.scaling import LongRope
 from oracle.trace import Array, Manifest, Trace
 
 # A proof of the truth, and what chose its limit. Right, the first reads 1e-14; any wrong mask, position or cache row makes it
@@ -65,6 +66,8 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
         for name in members:
             if name.startswith("eager"):
                 (folder / _files(pool.plans)[name]).unlink()
+    if question.checkpoint.without:
+        environment["ignored_keys"] = list(question.checkpoint.without)
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
     return _manifest(question, folder, pool, proofs, environment)
 
@@ -141,7 +144,15 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
         made = _whole(model.run(plans[plan], attention="eager" if attention == "eager" else "sdpa"))
         trace.write(folder / file, made.meta, made.arrays)
     tell("transformers in float64", 0, 1)
-    return _Pool(generated, plans, model.double(question.sequence(generated)[:PROOF_POSITIONS]))
+    return _Pool(generated, plans, model.double(_proof_tokens(question, generated), rows=PROOF_POSITIONS))
+
+
+def _proof_tokens(question: Question, generated: list[int]) -> list[int]:
+    """As many tokens as the proof looks at; with longrope enough for transformers to choose the factors of the whole sequence."""
+    tokens, scaling = question.sequence(generated), question.config.scaling
+    if isinstance(scaling, LongRope) and len(tokens) > scaling.original_max_position_embeddings:
+        return tokens[: max(PROOF_POSITIONS, scaling.original_max_position_embeddings + 1)]
+    return tokens[:PROOF_POSITIONS]
 
 
 def _whole(made: Trace) -> Trace:

@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Checkpoint:
     """A model's folder, what it was asked for as, and what it holds.
 
     `source` is what the user named, `name` is short and for titles, `note` says how it got here ("" for a plain folder),
-    `revision` is the Hub's commit.
+    `revision` is the Hub's commit, `without` the keys that a person took out of the config.
     """
 
     folder: Path
@@ -49,6 +49,7 @@ class Checkpoint:
     config_digest: str
     tensors: dict[str, Tensor]
     fingerprint: str
+    without: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -77,11 +78,28 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("mlxkv"))
 
 
-def resolve(model: str | None = None, *, revision: str | None = None, progress: Progress | None = None) -> Checkpoint:
+def resolve(
+    model: str | None = None, *, revision: str | None = None, ignore_keys: Sequence[str] = (), progress: Progress | None = None
+) -> Checkpoint:
     """The checkpoint that `model` names: None or "default", a folder, a .gguf file, or a Hub id (with a revision).
 
-    A folder of the name goes before a Hub id; "./default" is a folder of that name.
+    A folder of the name goes before a Hub id; "./default" is a folder of that name. `ignore_keys` are taken out of the
+    config, for nobody to read: each reader refuses those that it knows to matter.
     """
+    found = _resolve(model, revision=revision, progress=progress)
+    return _without(found, sorted(set(ignore_keys))) if ignore_keys else found
+
+
+def _without(found: Checkpoint, names: list[str]) -> Checkpoint:
+    for name in names:
+        if name not in found.config:
+            raise Refusal(f"{found.folder / 'config.json'}: no key {name!r}, expected one as --ignore-key says; leave it out")
+    config = {key: value for key, value in found.config.items() if key not in names}
+    note = ", ".join([*([found.note] if found.note else []), f"ignoring {' and '.join(names)} in config.json"])
+    return replace(found, config=config, config_digest=_digest(config), note=note, without=tuple(names))
+
+
+def _resolve(model: str | None, *, revision: str | None, progress: Progress | None) -> Checkpoint:
     tell = progress or (lambda what, done, total: None)
     source = DEFAULT if model is None else os.fspath(model)
     path = Path(os.path.expanduser(source))
@@ -118,9 +136,13 @@ def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, re
         raise Refusal(f"{folder}: no config.json, expected it beside the safetensors; {remedy}")
     config = safetensors_file.read_object(path)
     tensors = safetensors_file.tensors(folder)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    digest = _digest(config)
     fingerprint = safetensors_file.fingerprint(tensors, cache=_cache("fingerprints"), progress=tell)
     return Checkpoint(folder, source, name, note, revision, config, digest, tensors, fingerprint)
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _default(tell: Progress) -> Checkpoint:

@@ -45,6 +45,7 @@ def cli() -> None:
 @click.option("--out", type=_FOLDER, required=True, help="The folder to make.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
 @click.option("--revision", help="The commit of a Hub model.")
+@click.option("--ignore-key", "ignore_keys", metavar="NAME", multiple=True, help="A key of config.json to take out, though unknown.")
 @click.option("--taps", metavar="NAME,...", default="hidden", show_default=True, help="Places inside a layer that the truth records.")
 @click.option("--keep-pool", is_flag=True, help="Keep the eager runs too.")
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier run left.")

@@ -6,12 +6,12 @@ LlamaConfig where one is harmless; sizes have none. This module knows no torch a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oracle.plan import Refusal
+from oracle.scaling import MOST_POSITIONS, Scaling, number, read_rope, show, whole
 
 if TYPE_CHECKING:
     from oracle.checkpoint import Checkpoint
@@ -45,21 +45,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
 }
-_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# And the largest that is believed, far above every Llama: nothing is looped over or made for a number that is a mistake.
+_SIZES = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_attention_heads": 10_000,
+    "vocab_size": 2**24,
+    "max_position_embeddings": MOST_POSITIONS,
+}
+_MOST_HEAD_DIM = 2**16
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _USED = {*_SIZES, *_ROPE, "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"}
 STORED = ("F32", "BF16", "F16", "F64")
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3:
-    """The frequency-dependent stretching of RoPE that Llama 3.1 brought."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Config:
     max_positions: int
     eps: float
     theta: float
-    scaling: Llama3 | None
+    scaling: Scaling | None
     tied: bool
     attention_bias: bool
     mlp_bias: bool
@@ -116,27 +114,35 @@ class Config:
         return {"input_norm": (n, e), **heads, **{name: (n, width) for name, width in rows.items()}}
 
 
-def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Config:
-    """The Config of a decoded config.json, or a Refusal that names the key."""
+def config_of(checkpoint: Checkpoint) -> Config:
+    """The oracle's reading of a checkpoint's config."""
+    return read_config(checkpoint.config, where=str(checkpoint.folder / "config.json"), without=checkpoint.without)
+
+
+def read_config(values: Mapping[str, Any], *, where: str = "config.json", without: Sequence[str] = ()) -> Config:
+    """The Config of a decoded config.json, or a Refusal that names the key; `without` are keys that a person took out of it."""
+    for key in without:
+        if key in _USED or key in _NEUTRAL:
+            raise Refusal(f"{where}: --ignore-key {key} would change the model, expected a key that does not; leave the option out")
     given = {key: value for key, value in values.items() if value is not None}
     if "model_type" not in given:
         raise Refusal(f"{where}: no model_type, expected 'llama'; only Llama models can be run")
     for key, value in given.items():
         if key in _NEUTRAL and not any(type(value) is type(v) and value == v for v in _NEUTRAL[key]):
-            raise Refusal(f"{where}: {key} is {_show(value)}, expected {_NEUTRAL[key][0]!r}; only plain Llama models can be run")
-        if key not in _NEUTRAL and key not in _WITHOUT_EFFECT and key not in _USED:
-            raise Refusal(f"{where}: unknown key {key!r} ({_show(value)}), which may change the logits; remove it if it does not")
-    sizes = {key: _whole(given, key, where) for key in _SIZES}
+            raise Refusal(f"{where}: {key} is {show(value)}, expected {_NEUTRAL[key][0]!r}; only plain Llama models can be run")
+        if key not in _NEUTRAL and key not in _WITHOUT_EFFECT and key not in _USED and value is not False:
+            raise Refusal(f"{where}: unknown key {key!r} ({show(value)}), which may change the logits; --ignore-key if it does not")
+    sizes = {key: whole(given, key, where, most=most) for key, most in _SIZES.items()}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    kv_heads = _whole(given, "num_key_value_heads", where) if "num_key_value_heads" in given else heads
+    kv_heads = whole(given, "num_key_value_heads", where, most=_SIZES["num_attention_heads"]) if "num_key_value_heads" in given else heads
     if heads % kv_heads:
         raise Refusal(f"{where}: num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}; correct config.json")
     if "head_dim" not in given and hidden % heads:
         raise Refusal(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; give head_dim")
-    head_dim = _whole(given, "head_dim", where) if "head_dim" in given else hidden // heads
+    head_dim = whole(given, "head_dim", where, most=_MOST_HEAD_DIM) if "head_dim" in given else hidden // heads
     if head_dim % 2:
         raise Refusal(f"{where}: head_dim is {head_dim}, expected an even number, as RoPE turns pairs; correct config.json")
-    theta, scaling = _rope(given, where)
+    theta, scaling = read_rope(given, where, max_positions=sizes["max_position_embeddings"], head_dim=head_dim)
     return Config(
         n_layers=sizes["num_hidden_layers"],
         hidden=hidden,
@@ -146,7 +152,7 @@ def read_config(values: Mapping[str, Any], *, where: str = "config.json") -> Con
         head_dim=head_dim,
         vocab_size=sizes["vocab_size"],
         max_positions=sizes["max_position_embeddings"],
-        eps=_number(given, "rms_norm_eps", where) if "rms_norm_eps" in given else 1e-6,
+        eps=number(given, "rms_norm_eps", where) if "rms_norm_eps" in given else 1e-6,
         theta=theta,
         scaling=scaling,
         tied=_flag(given, "tie_word_embeddings", where),
@@ -177,69 +183,8 @@ def check_weights(config: Config, checkpoint: Checkpoint) -> None:
             raise Refusal(f"{where}: {name} is {stored[name].dtype}, expected {', '.join(STORED)}; quantised weights cannot be run")
 
 
-def _rope(given: Mapping[str, Any], where: str) -> tuple[float, Llama3 | None]:
-    """theta and scaling from `rope_theta` + `rope_scaling` (until transformers 4) and `rope_parameters` (since 5)."""
-    thetas = {"rope_theta": _number(given, "rope_theta", where)} if "rope_theta" in given else {}
-    scalings: dict[str, Llama3 | None] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        values = given.get(key, {})
-        if not isinstance(values, dict):
-            raise Refusal(f"{where}: {key} is {_show(values)}, expected an object or null; correct config.json")
-        values = {k: v for k, v in values.items() if v is not None}
-        if not values:
-            continue  # null and {} are plain RoPE to transformers too
-        if "rope_theta" in values:
-            thetas[f"{key}.rope_theta"] = _number(values, "rope_theta", f"{where}: {key}")
-        scalings[key] = _scaling(values, f"{where}: {key}")
-    for found in (thetas, scalings):
-        if len(set(found.values())) > 1:
-            first, second = list(found.items())[:2]
-            raise Refusal(f"{where}: {first[0]} says {first[1]} but {second[0]} says {second[1]}; keep one of them")
-    return next(iter(thetas.values()), 10000.0), next(iter(scalings.values()), None)
-
-
-def _scaling(values: Mapping[str, Any], where: str) -> Llama3 | None:
-    kinds = {key: values[key] for key in ("rope_type", "type") if key in values}
-    if len({str(kind) for kind in kinds.values()}) > 1:
-        raise Refusal(f"{where}: rope_type is {kinds['rope_type']!r} but type is {kinds['type']!r}; keep one of them")
-    rest = {key: value for key, value in values.items() if key not in ("rope_type", "type", "rope_theta")}
-    if rest.get("partial_rotary_factor") == 1.0:
-        del rest["partial_rotary_factor"]
-    kind = next(iter(kinds.values()), None if rest else "default")
-    if kind not in ("default", "llama3"):
-        raise Refusal(f"{where}: rope_type is {kind!r}, expected 'default' or 'llama3'; other kinds of RoPE cannot be run")
-    unknown = sorted(set(rest) - (set(_LLAMA3) if kind == "llama3" else set()))
-    if unknown:
-        raise Refusal(f"{where}: unknown key {unknown[0]!r} ({_show(rest[unknown[0]])}) for rope_type {kind!r}; remove it")
-    if kind == "default":
-        return None
-    factor, low, high = (_number(rest, key, where) for key in _LLAMA3[:3])
-    if not low < high:
-        raise Refusal(f"{where}: low_freq_factor is {low}, expected less than high_freq_factor {high}; correct config.json")
-    return Llama3(factor, low, high, _whole(rest, _LLAMA3[3], where))
-
-
-def _whole(values: Mapping[str, Any], key: str, where: str) -> int:
-    value = values.get(key)
-    if type(value) is not int or value < 1:
-        raise Refusal(f"{where}: {key} is {_show(value)}, expected a whole number from 1; correct config.json")
-    return value
-
-
-def _number(values: Mapping[str, Any], key: str, where: str) -> float:
-    value: Any = values.get(key)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise Refusal(f"{where}: {key} is {_show(value)}, expected a number above 0; correct config.json")
-    return float(value)
-
-
 def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
     value = values.get(key, False)
     if type(value) is not bool:
-        raise Refusal(f"{where}: {key} is {_show(value)}, expected true or false; correct config.json")
+        raise Refusal(f"{where}: {key} is {show(value)}, expected true or false; correct config.json")
     return value
-
-
-def _show(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) < 60 else text[:57] + "..."

@@ -44,7 +44,7 @@ def run(
     """Makes the run folder `out` for a model and a `prompt` (or `tokens`); returns its manifest.
 
     `steps` greedy tokens follow (default 20); 0 takes the tokens as the whole sequence, of which `prompt_tokens` are the
-    prompt. `chunks`, `dtype`, `threads` and `revision` are as on the command line; the truth also records `taps`.
+    prompt. `chunks`, `dtype`, `threads`, `revision` and `ignore_keys` are as on the command line; the truth also records `taps`.
     `keep_pool` keeps the eager runs, `force` replaces a folder that an earlier run left.
     """
     _require("torch", "transformers")
@@ -92,7 +92,7 @@ def show(folder: Path | str) -> str:
     total = f"{sum(size.values()) / 1e6:.1f} MB"
     note = f" ({m.note})" if m.note else ""
     prompt = f"{m.prompt!r}, " if m.prompt is not None else ""
-    portable = m.source == "default" or m.note == "hub"
+    portable = m.source == "default" or m.note.split(",")[0] == "hub"
     command = f"mlxkv compare --oracle {folder.name}" if portable else f"mlxkv compare MODEL --oracle {folder.name}"
     lines = [
         f"model        {m.name}{note}, {m.dtype}",

@@ -13,8 +13,9 @@ from typing import TypedDict, Unpack
 
 from oracle import tokens as tokenizers
 from oracle.checkpoint import Checkpoint, resolve
-from oracle.config import Config, check_weights, read_config
+from oracle.config import Config, check_weights, config_of
 from oracle.plan import Call, Plan, Refusal, judged_plans
+from oracle.scaling import Dynamic, LongRope
 from oracle.trace import inputs_digest
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
@@ -62,12 +63,27 @@ class Question:
         """Refuses what the model has no place for."""
         most, unknown = self.config.max_positions, sorted(self.taps - set(self.config.taps(1)))
         if self.length > most:
+            why = "max_position_embeddings"
+            if isinstance(self.config.scaling, Dynamic):
+                why += ", beyond which dynamic RoPE has other frequencies at every length, and cached keys differ from uncached ones"
             raise Refusal(
-                f"tokens: {len(self.tokens)} and {self.steps - 1} more, expected at most {most} (max_position_embeddings); take fewer steps"
+                f"tokens: {len(self.tokens)} and {max(0, self.steps - 1)} more, expected at most {most} ({why}); take fewer steps"
             )
         if unknown:
             raise Refusal(f"taps: {unknown[0]!r}, expected some of {', '.join(self.config.taps(1))}")
-        self.plans([0] * self.steps)  # refuses chunks that do not add up
+        plans = self.plans([0] * self.steps)  # refuses chunks that do not add up
+        if isinstance(self.config.scaling, LongRope):
+            self._check_sides(plans, self.config.scaling.original_max_position_embeddings)
+
+    def _check_sides(self, plans: Mapping[str, Plan], original: int) -> None:
+        """transformers chooses longrope's factors at every call: a cache filled on both sides of the original length mixes them."""
+        for name, plan in plans.items():
+            first = next(len(step.tokens) for step in plan.steps if isinstance(step, Call))
+            if first <= original < self.length:
+                raise Refusal(
+                    f"tokens: plan {name} begins with {first} of {self.length}, expected both on one side of {original}, up to which "
+                    "longrope has short factors (transformers would change them in the middle); take a longer first chunk or fewer tokens"
+                )
 
     def digest(self) -> str:
         """Of everything that the answer depends on."""
@@ -125,6 +141,7 @@ class Asked(TypedDict, total=False):
     threads: int | None
     taps: Sequence[str]
     revision: str | None
+    ignore_keys: Sequence[str]
 
 
 def ask(model: str | None = None, *, progress: Progress | None = None, note: Note | None = None, **asked: Unpack[Asked]) -> Question:
@@ -132,8 +149,8 @@ def ask(model: str | None = None, *, progress: Progress | None = None, note: Not
     prompt, tokens, prompt_tokens = asked.get("prompt"), asked.get("tokens"), asked.get("prompt_tokens")
     steps, chunks, threads = asked.get("steps", 20), asked.get("chunks"), asked.get("threads")
     _check_options(asked, steps)
-    checkpoint = resolve(model, revision=asked.get("revision"), progress=progress)
-    config = read_config(checkpoint.config, where=str(checkpoint.folder / "config.json"))
+    checkpoint = resolve(model, revision=asked.get("revision"), ignore_keys=asked.get("ignore_keys", ()), progress=progress)
+    config = config_of(checkpoint)
     check_weights(config, checkpoint)
     tokenizer = tokenizers.load(checkpoint.folder)
     ids = list(tokens) if tokens is not None else _encode(checkpoint.folder, tokenizer, prompt or "", note)

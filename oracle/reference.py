@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
 from oracle.checkpoint import Checkpoint
-from oracle.config import check_weights, effective, read_config
+from oracle.config import check_weights, config_of, effective
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, Step
 from oracle.trace import Array, Meta, Outcome, Trace
 
@@ -66,7 +66,7 @@ class Reference:
     """A LlamaForCausalLM with one checkpoint's weights in one dtype."""
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
-        check_weights(read_config(checkpoint.config, where=str(checkpoint.folder / "config.json")), checkpoint)
+        check_weights(config_of(checkpoint), checkpoint)
         self.checkpoint, self.dtype = checkpoint, dtype
         try:
             config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.config)))
@@ -102,19 +102,21 @@ class Reference:
         return Trace(meta, run.arrays())
 
     @torch.inference_mode()
-    def double(self, tokens: list[int]) -> Array:
+    def double(self, tokens: list[int], *, rows: int | None = None) -> Array:
         """(n, V) logits of one uncached call after the weights, already rounded to the dtype, were widened to float64.
 
+        `rows` keeps the first ones only.
         The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation("sdpa")  # eager would leave softmax in float32
         self._model.double()
-        logits: Array = self._model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+        kept = torch.arange(min(len(tokens), rows or len(tokens)))
+        logits: Array = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept).logits[0].numpy()
         return logits
 
     def _require_all_loaded(self) -> None:
         """A parameter that the checkpoint lacks would be random, one that the model lacks would be dropped."""
-        expected = set(read_config(self.checkpoint.config).shapes())
+        expected = set(config_of(self.checkpoint).shapes())
         odd = expected ^ {name for name, _ in self._model.named_parameters()}
         if odd:
             raise Refusal(f"{self.checkpoint.folder}: transformers {transformers.__version__} and the checkpoint disagree on {min(odd)}")

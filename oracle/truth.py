@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from oracle.checkpoint import Checkpoint
 from oracle.config import Config
 from oracle.plan import Refusal
+from oracle.scaling import Linear, Llama3, LongRope, Yarn
 from oracle.trace import Array
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -188,22 +189,45 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_tables(config: Config, n: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (n, D / 2), of the angles of positions 0 to n - 1, all in float64."""
-    angles = torch.arange(n, dtype=torch.float64)[:, None] * inverse_frequencies(config)
-    return angles.cos(), angles.sin()
+    """cos and sin, each (n, D / 2), of the angles of positions 0 to n - 1 of a sequence of n tokens, all in float64."""
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * inverse_frequencies(config, n)
+    s = config.scaling
+    attention = s.attention if isinstance(s, Yarn | LongRope) else 1.0
+    return angles.cos() * attention, angles.sin() * attention
 
 
-def inverse_frequencies(config: Config) -> Tensor:
-    """One frequency for each pair that RoPE turns, (D / 2,)."""
+def inverse_frequencies(config: Config, n: int = 1) -> Tensor:
+    """One frequency for each pair that RoPE turns, (D / 2,), in a sequence of n tokens."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = config.theta**-exponents
-    if config.scaling is None:
-        return plain
     s = config.scaling
-    # Turns that a pair makes over the original context: many are kept, few are slowed down, the rest blends.
-    turns = s.original_max_position_embeddings * plain / (2 * math.pi)
-    share = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
-    return share * plain + (1.0 - share) * plain / s.factor
+    if isinstance(s, Linear):
+        return plain / s.factor
+    if isinstance(s, Llama3):
+        # Turns that a pair makes over the original context: many are kept, few are slowed down, the rest blends.
+        turns = s.original_max_position_embeddings * plain / (2 * math.pi)
+        share = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
+        return share * plain + (1.0 - share) * plain / s.factor
+    if isinstance(s, Yarn):
+        stretched = _yarn_share(config, s)
+        return plain * (1.0 - stretched) + plain / s.factor * stretched
+    if isinstance(s, LongRope):
+        return plain / torch.tensor(s.long if n > s.original_max_position_embeddings else s.short, dtype=torch.float64)
+    return plain  # dynamic too, up to the longest sequence that is judged
+
+
+def _yarn_share(config: Config, s: Yarn) -> Tensor:
+    """How far each pair is stretched, (D / 2,) from 0 to 1: a ramp between the pairs that make beta_fast and beta_slow turns."""
+    ends = []
+    for turns in (s.beta_fast, s.beta_slow):
+        wavelength = s.original_max_position_embeddings / turns
+        ends.append(config.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.theta)))
+    if s.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], config.head_dim - 1)  # of a head, as published, not of its pairs
+    if low == high:
+        high += 0.001
+    return ((torch.arange(config.head_dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -31,6 +31,7 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
+    ignore_keys: tuple[str, ...] = ()
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -59,6 +60,7 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
+            "ignore_keys": list(self.ignore_keys),
         }
         write_text(path, json.dumps(value))
         return path
@@ -68,7 +70,8 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
-    return Job(plans=plans, out=path.parent, **value)
+    ignore_keys = tuple(value.pop("ignore_keys"))
+    return Job(plans=plans, out=path.parent, ignore_keys=ignore_keys, **value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ def _arguments(question: Question, folder: Path, prompt: str) -> list[str]:
     arguments = ["run", question.checkpoint.source, "--out", str(folder), "--force"]
     if question.checkpoint.revision:
         arguments += ["--revision", question.checkpoint.revision]
+    for key in question.checkpoint.without:
+        arguments += ["--ignore-key", key]
     if question.prompt is not None:
         arguments += ["--prompt-file", prompt]
     else:

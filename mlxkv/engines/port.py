@@ -38,6 +38,9 @@ class Runner:
         self.steps: list[Array] = []
         self.outcomes: list[Outcome] = []
         self.seconds = 0.0
+        # The truth turns a sequence by the factors for its whole length, so every cache of the plan is made for it.
+        longrope = model.config.rope.rope_type == "longrope"
+        self.max_length = min(longest(plan), model.config.max_position_embeddings) if longrope else None
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> Runner:
         """Every step in order; a step that fails keeps its error's text and the next one follows."""
@@ -70,7 +73,9 @@ class Runner:
 
         match step:
             case New(name, use_kv_cache):
-                self.caches[name] = Cache(self.model.config, dtype=self._dtype, use_kv_cache=use_kv_cache, guarded=self.guarded)
+                self.caches[name] = Cache(
+                    self.model.config, dtype=self._dtype, use_kv_cache=use_kv_cache, guarded=self.guarded, max_length=self.max_length
+                )
             case Call(name, tokens, index_pos):
                 self._call(index, name, tokens, index_pos)
             case Greedy():
@@ -122,6 +127,29 @@ class Runner:
         return np.array(array if kept else array.astype(mx.float32))
 
 
+def longest(plan: Plan) -> int:
+    """Tokens of the longest sequence that a plan's calls make, at least 1."""
+    held: dict[str, int] = {}
+    most, cached = 1, {step.cache: step.use_kv_cache for step in plan.steps if isinstance(step, New)}
+    for step in plan.steps:
+        match step:
+            case New(name):
+                held[name] = 0
+            case Call(name, tokens, _):
+                most = max(most, held[name] + len(tokens))
+                held[name] += len(tokens) if cached.get(name, True) else 0
+            case Greedy():
+                held[step.cache] += len(step.tokens) + step.n - 1
+                most = max(most, held[step.cache])
+            case Clone(source, target):
+                held[target], cached[target] = held[source], cached[source]
+            case Crop(name, length):
+                held[name] = length
+            case Reset(name):
+                held[name] = 0
+    return most
+
+
 def run(model: Llama, plan: Plan, *, meta: Meta | None = None, guarded: bool = True) -> Trace:
     """The trace of one plan, in memory; `meta` says what only the caller knows (fingerprint, environment)."""
     from mlxkv.port.ops import name_of
@@ -141,7 +169,7 @@ def follow(job: Job) -> None:
     from mlxkv.port.weights import from_checkpoint
     from oracle.checkpoint import resolve
 
-    checkpoint = resolve(job.folder)
+    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     probes = probe() if job.dtype == "float64" else {}
     model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
     meta = Meta(

@@ -24,6 +24,9 @@ from oracle.plan import Refusal
 BLOCK = 256
 """Buffers grow by this many rows: one token per step must not copy the whole history each time."""
 
+TABLES = 2**32
+"""Bytes of both RoPE tables that are made without a max_length: 4 million positions of float64 at 64 pairs."""
+
 MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
@@ -81,7 +84,8 @@ class Cache:
     """Keys, values, RoPE tables and masks of one sequence (or a batch of equally long ones).
 
     `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read: every call sends the whole
-    prefix. `len(cache)` is the number of tokens held.
+    prefix. `len(cache)` is the number of tokens held. `max_length` bounds the sequence and with it the RoPE tables; with
+    RoPE of type longrope it also chooses, once, between the short factors (the default) and the long ones.
     """
 
     def __init__(
@@ -91,12 +95,14 @@ class Cache:
         dtype: str | mx.Dtype = "float32",
         use_kv_cache: bool = True,
         guarded: bool = True,
+        max_length: int | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype_of(dtype)
         self.use_kv_cache = use_kv_cache
         self.guarded = guarded
-        self.cos, self.sin = _tables(config, self.dtype)
+        self.max_length = _span(config, max_length)
+        self.cos, self.sin = _tables(config, self.dtype, self.max_length)
         self._layers = (Layer(),) * config.num_hidden_layers
         self._masks: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
 
@@ -123,7 +129,7 @@ class Cache:
 
     def __repr__(self) -> str:
         c = self.config
-        size = f"{len(self)} of {c.max_position_embeddings} tokens, {self.nbytes} bytes"
+        size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
         shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
         flags = ("" if self.use_kv_cache else ", use_kv_cache=False") + ("" if self.guarded else ", guarded=False")
         return f"Cache({size}, {shape}, {name_of(self.dtype)}{flags})"
@@ -167,12 +173,10 @@ class Cache:
             raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
         if batch == 0 or length == 0:
             raise CacheError(f"cache: no new tokens (the cache holds {held}); a call needs at least one")
-        limit = self.config.max_position_embeddings
-        if start + length > limit:
-            raise CacheError(
-                f"cache: position {start + length - 1} (index_pos {start}, {length} tokens) is beyond the {limit} rows of the RoPE tables; "
-                f"max_position_embeddings is {limit}"
-            )
+        if start + length > self.max_length:
+            where = f"position {start + length - 1} (index_pos {start}, {length} tokens)"
+            why = rope.end(self.config, self.max_length, start + length)
+            raise CacheError(f"cache: {where} is beyond the {self.max_length} rows of the RoPE tables; {why}")
         if self.guarded:
             self._guard(batch, start, held)
         return start
@@ -233,9 +237,22 @@ def _put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     return mx.slice_update(full, rows, mx.array([start]), axes=[2])
 
 
+def _span(config: LlamaConfig, max_length: int | None) -> int:
+    """Rows of the tables."""
+    most = config.max_position_embeddings
+    if max_length is None:
+        return rope.span(config)
+    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool) or not 1 <= max_length <= most:
+        raise CacheError(f"cache: max_length is {max_length!r}, expected a whole number from 1 to max_position_embeddings {most}")
+    return int(max_length)
+
+
 @lru_cache(maxsize=4)
-def _tables(config: LlamaConfig, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _tables(config: LlamaConfig, dtype: mx.Dtype, length: int) -> tuple[mx.array, mx.array]:
     host = np.float64 if dtype == mx.float64 else np.float32
-    cos, sin = rope.tables(config, host)
+    size = length * config.head_dim * np.dtype(host).itemsize
+    if size > TABLES:
+        raise CacheError(f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; give a smaller max_length")
+    cos, sin = rope.tables(config, host, length=length)
     # Without a dtype mx.array would make float32 of a float64 array.
     return mx.array(cos, dtype), mx.array(sin, dtype)

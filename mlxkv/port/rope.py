@@ -2,10 +2,12 @@
 
 Angles follow candle's `llama.rs`: inverse frequencies, angles, cosines and sines in float32, cast to the run's dtype
 last (a table computed in half precision is wrong by up to 1.8 at position 1000). The float64 tables of the algebra lane
-come from the same lines with float64 throughout.
+come from the same lines with float64 throughout. Types that candle lacks follow their papers.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +17,66 @@ from mlxkv.port.config import LlamaConfig, Rope
 Floats = npt.NDArray[np.floating]
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, dtype: type[np.floating] = np.float32) -> Floats:
-    """(head_dim / 2,) angles per position: 1 / theta^(i / head_dim) for i = 0, 2, 4, ..., scaled for llama3."""
+def inverse_frequencies(rope: Rope, head_dim: int, dtype: type[np.floating] = np.float32, length: int = 1) -> Floats:
+    """(head_dim / 2,) angles per position: 1 / theta^(i / head_dim) for i = 0, 2, 4, ..., changed as the type of RoPE says.
+
+    `length` is that of the longest sequence; only longrope looks at it.
+    """
     exponents = np.arange(0, head_dim, 2).astype(dtype) / dtype(head_dim)
     frequencies = dtype(1) / np.power(dtype(rope.theta), exponents)
-    return _llama3(frequencies, rope) if rope.rope_type == "llama3" else frequencies
+    match rope.rope_type:
+        case "linear":
+            return np.asarray(frequencies / dtype(rope.factor))
+        case "llama3":
+            return _llama3(frequencies, rope)
+        case "yarn":
+            return _yarn(frequencies, rope)
+        case "longrope":
+            stretch = rope.long_factor if length > rope.original_max_position_embeddings else rope.short_factor
+            return np.asarray(frequencies / np.array(stretch, dtype))
+    return np.asarray(frequencies)
 
 
-def tables(config: LlamaConfig, dtype: type[np.floating] = np.float32) -> tuple[Floats, Floats]:
-    """cos and sin, each (max_position_embeddings, head_dim / 2), for the position times each inverse frequency."""
-    positions = np.arange(config.max_position_embeddings).astype(dtype)
-    angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim, dtype)[None, :]
-    return np.cos(angles), np.sin(angles)
+def attention_factor(rope: Rope) -> float:
+    """What cosines and sines are multiplied by: longer contexts flatten attention, and this sharpens it again."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1 or rope.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if rope.rope_type == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+    stretch = 0.1 * math.log(rope.factor)
+    # Either alone says nothing, in transformers too.
+    if rope.mscale and rope.mscale_all_dim:
+        return (stretch * rope.mscale + 1) / (stretch * rope.mscale_all_dim + 1)
+    return stretch + 1
+
+
+def tables(config: LlamaConfig, dtype: type[np.floating] = np.float32, *, length: int | None = None) -> tuple[Floats, Floats]:
+    """cos and sin, each (length, head_dim / 2), for the position times each inverse frequency; length as `span` gives it."""
+    rows = span(config) if length is None else length
+    positions = np.arange(rows).astype(dtype)
+    angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim, dtype, rows)[None, :]
+    scale = dtype(attention_factor(config.rope))
+    return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+def span(config: LlamaConfig) -> int:
+    """The positions that tables serve where nobody says how long the sequence will be."""
+    most = config.max_position_embeddings
+    return min(most, config.rope.original_max_position_embeddings) if config.rope.rope_type == "longrope" else most
+
+
+def end(config: LlamaConfig, length: int, needed: int) -> str:
+    """Why tables of `length` rows end there, and what serves `needed` positions."""
+    rope, most = config.rope, config.max_position_embeddings
+    if needed <= most:
+        remedy = f"make the cache with max_length={needed} or more"
+        original = rope.original_max_position_embeddings
+        if rope.rope_type == "longrope" and length <= original < needed:
+            return f"longrope turns keys by its short factors up to {original} tokens and all of them by its long ones beyond; {remedy}"
+        return f"the cache was made with max_length={length}; {remedy}"
+    return f"max_position_embeddings is {most}{rope.beyond}"
 
 
 def _llama3(frequencies: Floats, rope: Rope) -> Floats:
@@ -38,3 +88,22 @@ def _llama3(frequencies: Floats, rope: Rope) -> Floats:
     smooth = np.clip((original / wavelengths - low) / (high - low), dtype(0), dtype(1))
     blended: Floats = (dtype(1) - smooth) * frequencies / dtype(rope.factor) + smooth * frequencies
     return blended
+
+
+def _yarn(frequencies: Floats, rope: Rope) -> Floats:
+    """YaRN: pairs that turn often over the original context are kept, those that turn rarely slowed, a ramp between them."""
+    dtype, pairs = frequencies.dtype.type, len(frequencies)
+    first, last = (_pair_turning(turns, rope, pairs) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # As published, the upper bound is that of a head's elements and not of its pairs.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first if last != first else 0.001
+    ramp = np.clip((np.arange(pairs).astype(dtype) - dtype(first)) / dtype(width), dtype(0), dtype(1))
+    slowed: Floats = frequencies * (dtype(1) - ramp) + frequencies / dtype(rope.factor) * ramp
+    return slowed
+
+
+def _pair_turning(turns: float, rope: Rope, pairs: int) -> float:
+    """The index, a fraction of one too, of the pair that turns so often over the original context."""
+    return pairs * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(rope.theta)

@@ -95,6 +95,34 @@ TINYLLAMA: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+LLAMA2_7B: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LINEAR = LLAMA2_7B | {"max_position_embeddings": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}}
+YARN = LLAMA2_7B | {
+    "max_position_embeddings": 65536,
+    "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True},
+}
 # Llama-3.2-1B as transformers 5 saves it: theta stands only in rope_parameters.
 RESAVED: dict[str, Any] = {k: v for k, v in LLAMA32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")} | {
     "dtype": "bfloat16",

@@ -408,6 +408,43 @@ def test_inspect_says_what_the_cache_takes(tiny: Path) -> None:
     assert facts["cache per token"] == "384 bytes in float32, 192 in half precision"
 
 
+def test_inspect_says_what_was_filled_in_and_every_parameter_of_rope(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "truncate": False}
+    config = {k: v for k, v in models.config("gqa", rope_scaling=scaling).items() if k != "rms_norm_eps"}
+    lines = mlxkv("inspect", models.save(tmp_path / "m", config, models.weights(models.config("gqa")))).stdout.splitlines()
+    assert "RoPE             yarn, theta 10000, factor 4.0, original_max_position_embeddings 64, truncate false" in lines
+    filled = "rms_norm_eps 1e-06, beta_fast 32.0, beta_slow 1.0, original_max_position_embeddings 64, attention_bias false, mlp_bias false"
+    assert f"filled in        {filled} (absent in config.json, as in transformers)" in lines
+
+
+def test_an_unknown_key_is_refused_until_it_is_ignored_and_then_that_is_shown(tmp_path: Path) -> None:
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    odd = models.save(tmp_path / "odd", models.config("gqa") | {"auto_map": {"A": "b.C"}}, models.weights(models.config("gqa")))
+    command = ("compare", odd, *TOKENS, "--json", "--out", tmp_path / "out")
+
+    refused(mlxkv(*command, env=env), "auto_map: expected no such key in a Llama config (it may change the model)")
+    assert not (tmp_path / "cache" / "oracle").exists()
+    done = mlxkv(*command, "--ignore-key", "auto_map", env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["note"] == "ignoring auto_map in config.json"
+    assert "ignoring auto_map in config.json" in (tmp_path / "out" / "compare.md").read_text().splitlines()[0]
+
+    # A folder made so says so by itself, and both engines must be asked the same.
+    (kept,) = (tmp_path / "cache" / "oracle").iterdir()
+    given = mlxkv("compare", odd, "--oracle", kept, "--out", tmp_path / "out", env=env)
+    assert given.returncode == 0, given.stderr
+    refused(mlxkv(*command, "--ignore-key", "auto_mapp", env=env), "no key 'auto_mapp'", "--ignore-key")
+    refused(mlxkv(*command, "--ignore-key", "head_dim", env=env), "head_dim", "the model depends on it")
+    for other in ("inspect", "bench"):
+        refused(mlxkv(other, odd, "--ignore-key", "head_dim", env=env), "head_dim")
+
+
+def test_dynamic_rope_beyond_the_model_is_refused_and_why(tmp_path: Path) -> None:
+    folder = models.save(tmp_path / "m", models.config("gqa", rope_scaling={"type": "dynamic", "factor": 2.0}))
+    done = mlxkv("compare", folder, *TOKENS, "--steps", "99", "--out", tmp_path / "out")
+    refused(done, "expected at most 64 (max_position_embeddings, and beyond it dynamic RoPE has other frequencies at every length")
+
+
 def test_doctor_finds_both_engines() -> None:
     done = mlxkv("doctor")
     assert done.returncode == 0, done.stdout

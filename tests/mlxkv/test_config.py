@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
-from configs import LLAMA3_ROPE, LLAMA32_1B, RESAVED, SMOLLM2, TINYLLAMA, read, refusal
+from configs import LINEAR, LLAMA2_7B, LLAMA3_ROPE, LLAMA32_1B, RESAVED, SMOLLM2, TINYLLAMA, YARN, read, refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mlxkv.port.config import IGNORED, ConfigError, LlamaConfig, Rope
+from mlxkv.port import rope
+from mlxkv.port.config import HARMLESS, IGNORED, USED, ConfigError, LlamaConfig, Rope
+from mlxkv.port.config_rope import KEYS
+
+ROPE_KEYS = sorted({"type", "rope_type", "rope_theta"}.union(*KEYS.values()))
 
 
 def test_smollm2() -> None:
@@ -25,6 +33,28 @@ def test_llama_3_2_1b() -> None:
 
 def test_tinyllama() -> None:
     assert read(TINYLLAMA) == LlamaConfig(2048, 5632, 22, 32, 4, 64, 32000, 2048, 1e-5, Rope(10000.0))
+
+
+def test_llama_2_7b_whose_file_leaves_much_to_transformers() -> None:
+    found = read(LLAMA2_7B)
+
+    assert found == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 4096, 1e-5, Rope(10000.0))
+    assert found.defaults == (("head_dim", 128), ("rope_theta", 10000.0), ("attention_bias", False), ("mlp_bias", False))
+
+
+def test_a_linear_one() -> None:
+    assert read(LINEAR) == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 16384, 1e-5, Rope(10000.0, "linear", 4.0))
+
+
+def test_a_yarn_one() -> None:
+    rope = Rope(10000.0, "yarn", 16.0, original_max_position_embeddings=4096)
+    assert read(YARN) == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 65536, 1e-5, rope)
+    assert read(YARN).defaults[1:5] == (("rope_theta", 10000.0), ("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True))
+
+
+@pytest.mark.parametrize("value", [..., None, 2, [128001, 128008, 128009], []])
+def test_the_end_of_text_is_not_the_configs_business(value: Any) -> None:
+    assert read(LLAMA32_1B, eos_token_id=value) == read(LLAMA32_1B)
 
 
 def test_the_same_model_saved_by_transformers_5_is_the_same_config() -> None:
@@ -46,12 +76,32 @@ def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(key: str, va
     assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected a whole number from 1, got {shown}"
 
 
-@pytest.mark.parametrize("key", [*SIZES, *OPTIONAL])
-def test_a_size_beyond_every_axis_is_refused_by_name(key: str) -> None:
-    assert (
-        refusal(SMOLLM2, **{key: 2**31})
-        == f"config.json: {key}: expected a whole number below 2147483648 (MLX's largest axis), got 2147483648"
-    )
+MOST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "head_dim": 65_536,
+    "hidden_size": 1_048_576,
+    "intermediate_size": 16_777_216,
+    "vocab_size": 16_777_216,
+    "max_position_embeddings": 16_777_216,
+}
+
+
+@pytest.mark.parametrize("key", MOST)
+@pytest.mark.parametrize("more", [1, 10**9, 10**400])
+def test_a_size_far_above_every_llama_is_refused_by_name_and_at_once(key: str, more: int) -> None:
+    began, value = time.perf_counter(), MOST[key] + more
+
+    expected = f"config.json: {key}: expected at most {MOST[key]} (no Llama comes near it), got {repr(value)[:120]}"
+    assert refusal(SMOLLM2, **{key: value}) == expected
+    assert time.perf_counter() - began < 0.5
+
+
+def test_sizes_at_those_bounds_are_read() -> None:
+    found = read(SMOLLM2, **MOST)
+
+    assert all(getattr(found, key) == value for key, value in MOST.items())
 
 
 @pytest.mark.parametrize("key", OPTIONAL)
@@ -65,7 +115,8 @@ def test_absent_kv_heads_are_the_query_heads_and_that_is_said(value: Any) -> Non
     found = read(SMOLLM2, num_key_value_heads=value)
 
     assert found.num_key_value_heads == 9
-    assert found.notes == ("num_key_value_heads absent: 9, as transformers fills in",)
+    assert ("num_key_value_heads", 9) in found.defaults
+    assert "num_key_value_heads" not in dict(read(SMOLLM2).defaults)
 
 
 @pytest.mark.parametrize("value", [..., None, 64])
@@ -96,7 +147,7 @@ def test_query_heads_must_be_a_multiple_of_kv_heads() -> None:
 @pytest.mark.parametrize("value", [..., None])
 def test_an_absent_eps_is_that_of_transformers_and_that_is_said(value: Any) -> None:
     assert read(SMOLLM2, rms_norm_eps=value).rms_norm_eps == 1e-6
-    assert read(SMOLLM2, rms_norm_eps=value).notes == ("rms_norm_eps absent: 1e-06, as transformers fills in",)
+    assert ("rms_norm_eps", 1e-6) in read(SMOLLM2, rms_norm_eps=value).defaults
 
 
 @pytest.mark.parametrize("value", ["8", -1, 0, True, float("nan"), float("inf"), 10**310])
@@ -165,14 +216,16 @@ def test_an_unknown_key_that_is_switched_off_is_let_through(value: Any) -> None:
 def test_interleaved_rope_is_refused(key: str) -> None:
     for harmless in (False, None):
         assert read(SMOLLM2, **{key: harmless}) == read(SMOLLM2)
-    for value in (True, 1, "8"):
+    for value in (True, 1, 0, 0.0, "8", []):
         assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected False (another value changes the model), got {value!r}"
 
 
 def test_a_partial_rotation_is_refused() -> None:
-    assert read(SMOLLM2, partial_rotary_factor=1.0) == read(SMOLLM2)
-    expected = "config.json: partial_rotary_factor: expected 1.0 (another value changes the model), got 0.5"
-    assert refusal(SMOLLM2, partial_rotary_factor=0.5) == expected
+    assert read(SMOLLM2, partial_rotary_factor=1.0) == read(SMOLLM2, partial_rotary_factor=1) == read(SMOLLM2)
+    for value in (0.5, True, [1.0]):
+        expected = f"config.json: partial_rotary_factor: expected 1.0 (another value changes the model), got {value!r}"
+        assert refusal(SMOLLM2, partial_rotary_factor=value) == expected
+        assert refusal(SMOLLM2, rope_scaling={"type": "default", "partial_rotary_factor": value}) == expected
 
 
 def test_an_encoder_decoder_is_refused() -> None:
@@ -184,6 +237,58 @@ def test_a_sliding_window_is_ignored_as_in_transformers_and_that_is_said() -> No
     assert read(SMOLLM2, sliding_window=8) == read(SMOLLM2)
     assert read(SMOLLM2, sliding_window=8).notes == ("sliding_window 8 ignored: Llama has none, in transformers too",)
     assert read(SMOLLM2, sliding_window=None).notes == ()
+
+
+# Keys that a person takes out.
+
+
+def test_an_unknown_key_that_was_taken_out_is_no_matter() -> None:
+    assert LlamaConfig.from_json(SMOLLM2, without=("auto_map",)) == read(SMOLLM2)
+
+
+@pytest.mark.parametrize("key", [*USED, *HARMLESS])
+def test_no_key_that_the_model_depends_on_can_be_taken_out(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LlamaConfig.from_json(SMOLLM2, without=("auto_map", key))
+
+    assert str(caught.value) == f"config.json: {key}: expected it to be read, got --ignore-key {key}; the model depends on it"
+
+
+# Whatever a file may say.
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.sampled_from([0, 1, 2, 10**9, 2**31, 1e308, 5e-324])
+    | st.floats()
+    | st.sampled_from(["", "8", "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "x" * 300]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*ROPE_KEYS, "x"]), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=500)
+@given(
+    base=st.sampled_from([SMOLLM2, LLAMA32_1B, RESAVED, LLAMA2_7B, YARN]),
+    changes=st.dictionaries(st.sampled_from([*USED, "x"]), ODD, max_size=3),
+)
+def test_any_values_make_a_config_or_one_short_line(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    found = read_or_refused(base | changes)
+
+    if isinstance(found, str):
+        assert "\n" not in found
+        assert len(found) < 400
+    else:
+        assert np.isfinite(rope.inverse_frequencies(found.rope, found.head_dim)).all()
+        assert 0 < rope.attention_factor(found.rope) < np.inf
+
+
+def read_or_refused(value: dict[str, Any]) -> LlamaConfig | str:
+    try:
+        return LlamaConfig.from_json(value)
+    except ConfigError as error:
+        return str(error)
 
 
 # Files.

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from configs import LLAMA3_ROPE, LLAMA32_1B, SMOLLM2, read, refusal
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxkv.port.config import Rope
 
@@ -24,7 +26,7 @@ def test_an_absent_theta_is_that_of_transformers_and_that_is_said(value: Any) ->
     found = read(SMOLLM2, rope_theta=value)
 
     assert found.rope == Rope(10000.0)
-    assert found.notes == ("rope_theta absent: 10000, as transformers fills in",)
+    assert ("rope_theta", 10000.0) in found.defaults
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_plain_rope_however_it_is_spelled(changes: dict[str, Any]) -> None:
     assert read(SMOLLM2, **changes).notes == ()
 
 
+TYPES = "default, linear, dynamic, llama3, yarn, longrope"
 LLAMA3 = LLAMA32_1B["rope_scaling"]
 WITHOUT_TYPE = {k: v for k, v in LLAMA3.items() if k != "rope_type"}
 
@@ -81,12 +84,29 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
             "factor: expected one value, got 32.0 and 8.0 in different places",
         ),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: expected a rope_type beside factor, got {'factor': 4.0}"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, f"rope_type: expected one of {TYPES}, got 'proportional'"),
+        ({"rope_scaling": {"type": "foo"}}, f"rope_type: expected one of {TYPES}, got 'foo'"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 4.0}}, f"rope_type: expected one of {TYPES}, got ['linear']"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-            "rope_type: expected one of default, llama3, got 'linear'",
+            {"rope_theta": ..., "rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+            "rope_theta: expected it beside rope_scaling, got 500000.0 in rope_parameters alone",
         ),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type: expected one of default, llama3, got 'dynamic'"),
-        ({"rope_scaling": {"type": "foo"}}, "rope_type: expected one of default, llama3, got 'foo'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"type": "yarn", "factor": 4.0, "beta_fast": 16}},
+            "beta_fast: expected it in both rope_scaling and rope_parameters, got None and 16",
+        ),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+            "original_max_position_embeddings: expected one value, got 4096 and 8192 in different places",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 1}, "rope_parameters": {"type": "linear", "factor": True}},
+            "factor: expected one value, got 1 and True in different places",
+        ),
+        (
+            {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings: expected no such key for rope_type default, got 4096",
+        ),
         ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor: expected no such key for rope_type default, got 4.0"),
         ({"rope_scaling": LLAMA3 | {"attention_factor": 1.1}}, "attention_factor: expected no such key for rope_type llama3, got 1.1"),
         ({"rope_scaling": "llama3"}, "rope_scaling: expected a JSON object or null, got 'llama3'"),
@@ -95,7 +115,7 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor: expected a number below high_freq_factor 4.0, got 4.0"),
         (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192.5}},
-            "original_max_position_embeddings: expected a whole number, got 8192.5",
+            "original_max_position_embeddings: expected a whole number from 1, got 8192.5",
         ),
     ],
 )
@@ -109,4 +129,123 @@ def test_every_number_of_llama3_must_be_there_and_positive(key: str, value: Any)
     scaling = {k: v for k, v in (LLAMA3 | {key: value}).items() if v is not ...}
     shown = repr(None if value is ... else value)
 
-    assert refusal(LLAMA32_1B, rope_scaling=scaling) == f"config.json: {key}: expected a number above 0, got {shown}"
+    kinds = {"factor": "a number from 1", "original_max_position_embeddings": "a whole number from 1"}
+    assert refusal(LLAMA32_1B, rope_scaling=scaling) == f"config.json: {key}: expected {kinds.get(key, 'a number above 0')}, got {shown}"
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
+def test_linear_and_dynamic_have_a_factor_and_nothing_else(rope_type: str) -> None:
+    expected = Rope(100000.0, rope_type, 4.0)
+    old, new = {"type": rope_type, "factor": 4}, {"rope_type": rope_type, "factor": 4.0, "rope_theta": 100000}
+
+    assert read(SMOLLM2, rope_scaling=old).rope == expected
+    assert read(SMOLLM2, rope_theta=..., rope_parameters=new).rope == expected
+    assert read(SMOLLM2, rope_scaling=old, rope_parameters=new).rope == expected
+    assert refusal(SMOLLM2, rope_scaling={"type": rope_type}) == "config.json: factor: expected a number from 1, got None"
+    for key in ("original_max_position_embeddings", "beta_fast", "x"):
+        refused = refusal(SMOLLM2, rope_scaling=old | {key: 4096})
+        assert refused == f"config.json: {key}: expected no such key for rope_type {rope_type}, got 4096"
+        assert read(SMOLLM2, rope_scaling=old | {key: None}).rope == read(SMOLLM2, rope_scaling=old | {key: False}).rope == expected
+
+
+Y: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+EVERY = {"attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+
+
+def test_yarn_with_everything_said_and_with_nothing_said() -> None:
+    every = read(SMOLLM2, rope_scaling=Y | EVERY | {"original_max_position_embeddings": 2048})
+    least = read(SMOLLM2, rope_scaling=Y)
+    filled = dict(least.defaults)
+
+    assert every.rope == Rope(100000.0, "yarn", 4.0, 1.0, 1.0, 2048, 1.3, 0.7, 0.3, 16.0, 2.0, False)
+    assert least.rope == Rope(100000.0, "yarn", 4.0, 1.0, 1.0, 8192, None, None, None, 32.0, 1.0, True)
+    assert [filled[k] for k in ("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")] == [8192, 32.0, 1.0, True]
+
+
+def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
+    inside = read(SMOLLM2, rope_scaling=Y | {"original_max_position_embeddings": 2048})
+
+    assert read(SMOLLM2, rope_scaling=Y, original_max_position_embeddings=2048) == inside
+    assert read(SMOLLM2, rope_parameters=Y | {"rope_theta": 1e5}, original_max_position_embeddings=2048) == inside
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("factor", None, "a number from 1"),
+        ("factor", 0.5, "a number from 1"),
+        ("factor", True, "a number from 1"),
+        ("attention_factor", 0, "a number above 0"),
+        ("mscale", -1, "a number from 0"),
+        ("mscale_all_dim", [], "a number from 0"),
+        ("beta_fast", 0, "a number above 0"),
+        ("beta_fast", 0.5, "a number from beta_slow 1.0"),
+        ("beta_slow", "1", "a number above 0"),
+        ("truncate", 1, "true or false"),
+        ("truncate", None, "true or false"),
+        ("original_max_position_embeddings", None, "a whole number from 1"),
+        ("original_max_position_embeddings", 4096.0, "a whole number from 1"),
+        ("original_max_position_embeddings", 2**25, "at most 16777216 (no Llama comes near it)"),
+        ("low_freq_factor", 1.0, "no such key for rope_type yarn"),
+    ],
+)
+def test_a_wrong_value_of_yarn_is_refused_by_name(key: str, value: Any, expected: str) -> None:
+    assert refusal(SMOLLM2, rope_scaling=Y | {key: value}) == f"config.json: {key}: expected {expected}, got {value!r}"
+
+
+SHORT, LONG = [1.0 + i / 64 for i in range(32)], [2.0 + i for i in range(32)]
+L: dict[str, Any] = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+
+
+def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
+    found = read(SMOLLM2, rope_scaling=L | {"original_max_position_embeddings": 2048})
+    given = read(SMOLLM2, rope_scaling=L | {"original_max_position_embeddings": 2048, "factor": 8, "attention_factor": 1.5})
+
+    lists = {"short_factor": tuple(SHORT), "long_factor": tuple(LONG)}
+    assert found.rope == Rope(100000.0, "longrope", 4.0, 1.0, 1.0, 2048, None, **lists)
+    assert ("factor", 4.0) in found.defaults
+    assert given.rope == Rope(100000.0, "longrope", 8.0, 1.0, 1.0, 2048, 1.5, **lists)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"long_factor": LONG[1:]}, "long_factor: expected a list of 32 numbers, head_dim / 2, got 31 of them"),
+        ({"short_factor": None}, "short_factor: expected a list of 32 numbers, head_dim / 2, got None"),
+        ({"short_factor": [*SHORT[1:], "1"]}, "short_factor: expected a number above 1e-06, got '1'"),
+        ({"long_factor": [*LONG[1:], 0]}, "long_factor: expected a number above 1e-06, got 0"),
+        (
+            {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings: expected a whole number from 2 (its logarithm divides), got 1",
+        ),
+    ],
+)
+def test_a_wrong_value_of_longrope_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    assert refusal(SMOLLM2, rope_scaling=L | changes) == f"config.json: {message}"
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {k: v for k, v in LLAMA3.items() if k != "rope_type"},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048} | EVERY,
+}
+
+
+@given(
+    kind=st.sampled_from(sorted(WHOLE)),
+    names=st.sampled_from([["type"], ["rope_type"], ["type", "rope_type"]]),
+    twice=st.booleans(),
+    data=st.data(),
+)
+def test_two_generations_are_read_only_where_they_say_the_same(kind: str, names: list[str], twice: bool, data: st.DataObject) -> None:
+    one = WHOLE[kind] | dict.fromkeys(names, kind)
+    new = one | {"rope_theta": 1e5}
+    assert read(SMOLLM2, rope_scaling=one if twice else None, rope_parameters=new).rope == read(SMOLLM2, rope_scaling=one).rope
+
+    key = data.draw(st.sampled_from(sorted(new)))
+    other = not new[key] if isinstance(new[key], bool) else "default" if isinstance(new[key], str) else new[key] * 2
+
+    message = refusal(SMOLLM2, rope_scaling=one, rope_parameters=new | {key: other})
+    named = "rope_type" if key == "type" else key
+    assert message.startswith(f"config.json: {named}: expected one value, got ")
+    assert message.endswith(" in different places")

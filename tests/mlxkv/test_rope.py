@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlxkv.port.cache import Cache
 from mlxkv.port.config import LlamaConfig, Rope
 from mlxkv.port.llama import rotate
 
+LISTS: dict[str, Any] = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (3.0, 4.0, 5.0, 6.0)}
 LONG: dict[str, Any] = {"head_dim": 64, "rope_theta": 100000.0, "max_position_embeddings": 8192}
 
 
@@ -68,6 +70,91 @@ def test_llama3_divides_long_waves_keeps_short_ones_and_blends_between() -> None
     # All three kinds occur.
     assert [sum(np.isclose(found, np.array(plain) / d, rtol=1e-12)) for d in (1, 8)] == [29, 29]
     np.testing.assert_allclose(rope.inverse_frequencies(scaled, 128), expected, rtol=1e-6)
+
+
+def test_linear_divides_every_frequency() -> None:
+    plain = [10000.0 ** (-2 * i / 16) for i in range(8)]
+
+    np.testing.assert_allclose(rope.inverse_frequencies(Rope(10000.0, "linear", 4.0), 16, np.float64), np.array(plain) / 4, rtol=1e-15)
+
+
+def test_dynamic_is_plain_where_it_is_computed_at_all() -> None:
+    assert np.array_equal(rope.inverse_frequencies(Rope(10000.0, "dynamic", 4.0), 16), rope.inverse_frequencies(Rope(10000.0), 16))
+
+
+@pytest.mark.parametrize(
+    ("truncate", "first", "last", "kept", "slowed"),
+    # 128 elements, theta 10000, 4096 positions: 32 turns are made by pair 20.9446, 1 turn by pair 45.0271.
+    [(True, 20, 46, 21, 18), (False, 20.9446, 45.0271, 21, 18)],
+)
+def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(truncate: bool, first: float, last: float, kept: int, slowed: int) -> None:
+    plain = np.array([10000.0 ** (-i / 64) for i in range(64)])
+    ramp = np.clip((np.arange(64) - first) / (last - first), 0, 1)
+    expected = plain * (1 - ramp) + plain / 16 * ramp
+
+    scaled = Rope(10000.0, "yarn", 16.0, original_max_position_embeddings=4096, truncate=truncate)
+    found = rope.inverse_frequencies(scaled, 128, np.float64)
+
+    np.testing.assert_allclose(found, expected, rtol=1e-14 if truncate else 3e-4)  # as many digits as are given
+    assert [sum(np.isclose(found, plain / d, rtol=1e-12)) for d in (1, 16)] == [kept, slowed]
+    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 128), found, rtol=1e-6)
+
+
+def test_yarn_may_ramp_past_the_last_pair() -> None:
+    # 32 turns are made by pair 2.8 of 8, 1 turn by pair 8.8.
+    scaled = Rope(100.0, "yarn", 4.0, original_max_position_embeddings=1000)
+    plain, ramp = np.array([100.0 ** (-i / 8) for i in range(8)]), np.clip((np.arange(8) - 2) / 7, 0, 1)
+
+    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), plain * (1 - ramp) + plain / 4 * ramp, rtol=1e-14)
+
+
+def test_yarn_with_equal_bounds_between_pairs_is_a_step_too() -> None:
+    # 1 turn is made by pair 2.6.
+    scaled = Rope(10000.0, "yarn", 2.0, original_max_position_embeddings=128, beta_fast=1.0, truncate=False)
+    plain = np.array([10000.0 ** (-i / 8) for i in range(8)])
+
+    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), [*plain[:3], *plain[3:] / 2], rtol=1e-15)
+
+
+def test_yarn_with_equal_bounds_is_a_step() -> None:
+    scaled = Rope(10000.0, "yarn", 2.0, original_max_position_embeddings=6)  # nothing turns once: both bounds are 0
+    plain = np.array([10000.0 ** (-i / 8) for i in range(8)])
+
+    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), [1.0, *plain[1:] / 2], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.1 * math.log(16) + 1),
+        ({"attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.3}, 1.3),
+        ({"mscale": 0.7, "mscale_all_dim": 0.3}, (0.07 * math.log(16) + 1) / (0.03 * math.log(16) + 1)),
+        ({"mscale": 0.7}, 0.1 * math.log(16) + 1),
+        ({"mscale": 0.7, "mscale_all_dim": 0.0}, 0.1 * math.log(16) + 1),
+        ({"factor": 1.0}, 1.0),
+        ({"rope_type": "linear"}, 1.0),
+        ({"rope_type": "longrope"}, math.sqrt(1 + math.log(16) / math.log(4096))),
+        ({"rope_type": "longrope", "factor": 0.5}, 1.0),
+        ({"rope_type": "longrope", "attention_factor": 1.3}, 1.3),
+    ],
+)
+def test_cosines_and_sines_carry_the_attention_factor(changes: dict[str, Any], expected: float) -> None:
+    parameters = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096} | changes
+    given = replace(config(head_dim=8), rope=Rope(10000.0, **parameters, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4))
+
+    assert rope.attention_factor(given.rope) == pytest.approx(expected, rel=1e-15)
+    cos, sin = rope.tables(given, np.float64)
+    np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-15)
+
+
+def test_longrope_takes_its_factors_by_the_length_that_the_tables_are_made_for() -> None:
+    given = replace(config(head_dim=8), rope=Rope(10000.0, "longrope", 1.0, 1.0, 1.0, 32, **LISTS))
+    plain = angles(64, 10000.0, 8)
+
+    for length, stretch in ((32, LISTS["short_factor"]), (33, LISTS["long_factor"])):
+        cos, _ = rope.tables(given, np.float64, length=length)
+        np.testing.assert_allclose(cos, np.cos(plain / stretch)[:length], rtol=0, atol=1e-14)
+    assert len(rope.tables(given)[0]) == 32
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
+from mlxkv.port import weights as weights_module
 from mlxkv.port.cache import Cache
 from mlxkv.port.config import ConfigError
 from mlxkv.port.llama import Llama, parameters
@@ -112,6 +114,35 @@ def test_rounded_to_rounds_first_and_computes_in_the_dtype(dtype: str, folder_of
 
     assert same(found_in(f16), {n: a.astype(np.float16).astype(dtype) for n, a in weights.items()})
     assert same(found_in(bf16), {n: as_float32(stored_as_bfloat16(a)).astype(dtype) for n, a in weights.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10_000}, "tensor model.layers.10.input_layernorm.weight is missing (89973 in all)"),
+        ({"num_attention_heads": 10_000}, "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [80000, 32]"),
+        ({"intermediate_size": 2**24}, "model.layers.0.mlp.gate_proj.weight has shape [48, 32], expected [16777216, 32]"),
+        ({"vocab_size": 2**24}, "model.embed_tokens.weight has shape [40, 32], expected [16777216, 32]"),
+        ({"hidden_size": 2**20, "vocab_size": 2**24}, "has shape [40, 32], expected [16777216, 1048576]"),
+        ({"head_dim": 2**16}, "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [262144, 32]"),
+    ],
+)
+def test_a_config_far_larger_than_its_weights_is_refused_before_anything_of_its_size_is_made(
+    changes: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.save(tmp_path, models.config("gqa") | changes, models.weights(models.config("gqa")))
+    made: list[int] = []
+    monkeypatch.setattr(weights_module, "Llama", lambda config: made.append(config.num_hidden_layers) or Llama(config))
+    mx.reset_peak_memory()
+    held, began = mx.get_active_memory(), time.perf_counter()
+
+    with pytest.raises(Refusal) as caught:
+        load(folder)
+
+    assert message in str(caught.value)
+    assert made == [1]
+    assert mx.get_peak_memory() - held < 2**20
+    assert time.perf_counter() - began < 5
 
 
 # Shards, ties.

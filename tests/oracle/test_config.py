@@ -1,14 +1,26 @@
 """The oracle's reading of config.json: used, ignored or refused by name."""
 
+import json
+import math
+
 import models
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from oracle import truth
 from oracle.checkpoint import resolve
-from oracle.config import Llama3, check_weights, effective, read_config
+from oracle.config import Config, check_weights, effective, read_config
 from oracle.plan import Refusal
+from oracle.scaling import Dynamic, Linear, Llama3, LongRope, Yarn
 
 SCALING = models.LLAMA3
 READ = Llama3(8.0, 1.0, 4.0, 32)
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32}
 
 
 def refused(**changes):
@@ -76,7 +88,48 @@ def test_both_generations_of_rope_keys_are_read(changes, theta, scaling):
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings is 'true'"),
         ({"rope_scaling": [1]}, "rope_scaling is [1]"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            "rope_type is 'proportional', expected one of 'default', 'linear'",
+        ),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 4.0}}, "rope_type is ['linear']"),
+        ({"rope_scaling": LINEAR | {"original_max_position_embeddings": 32}}, "unknown key 'original_max_position_embeddings'"),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5, expected a number from 1"),
+        ({"rope_scaling": LINEAR | {"factor": True}}, "factor is True"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor is missing"),
+        ({"rope_scaling": YARN | {"factor": None}}, "factor is missing"),
+        ({"rope_scaling": YARN | {"truncate": None}}, "truncate is missing, expected true or false"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate is 1, expected true or false"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": None}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 2**25}}, "expected at most 16777216"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast is 0"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast is 0.5, expected at least beta_slow 1.0"),
+        ({"rope_scaling": YARN | {"mscale": []}}, "mscale is []"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": -1}}, "mscale_all_dim is -1"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor is 0"),
+        ({"rope_scaling": YARN | {"attention_factor": 10**400}}, "attention_factor is 1000"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "original_max_position_embeddings is 32, but 64 outside of it"),
+        ({"original_max_position_embeddings": 64}, "unknown key 'original_max_position_embeddings' (64) for rope_type 'default'"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}}, "expected a list of 6 numbers, one for each pair of head_dim"),
+        ({"rope_scaling": LONGROPE | {"short_factor": None}}, "short_factor is missing"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5 + ["1"]}}, "short_factor is '1'"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5 + [1e-9]}}, "short_factor is 1e-09, expected numbers above 1e-06"),
+        ({"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}}, "expected a whole number from 2"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0, expected a number above 1"),
+        (
+            {"rope_theta": None, "rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 5e5}},
+            "rope_theta is in rope_parameters alone",
+        ),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor is True"),
+        ({"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 10000"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, expected at most 10000"),
+        ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000, expected at most 10000"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000, expected at most 65536"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648, expected at most 16777216"),
+        ({"max_position_embeddings": 2**60}, "max_position_embeddings is 1152921504606846976, expected at most 16777216"),
         ({"rope_scaling": {"type": "foo"}}, "rope_type is 'foo'"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_type is None"),
         ({"rope_scaling": SCALING | {"type": "linear"}}, "rope_type is 'llama3' but type is 'linear'"),
@@ -98,6 +151,186 @@ def test_what_would_change_the_logits_is_refused_by_name(changes, named):
     message = refused(**changes)
     assert named in message
     assert message.startswith("config.json: ")
+
+
+FEWER = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling"),
+    [
+        ({"rope_scaling": LINEAR}, Linear(4.0)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, Dynamic(4.0)),
+        ({"rope_scaling": YARN}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        ({"rope_scaling": YARN | {"finetuned": True, "x": False, "y": None}}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        ({"rope_scaling": FEWER}, Yarn(4.0, 128, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        ({"rope_scaling": FEWER, "original_max_position_embeddings": 32}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        (
+            {"rope_parameters": YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.3, "mscale": 2}},
+            Yarn(4.0, 32, 16.0, 2.0, False, 1.3),
+        ),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        ({"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0}}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
+        (
+            {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}},
+            Yarn(4.0, 32, 32.0, 1.0, True, (1 + 0.2 * math.log(4)) / (1 + 0.05 * math.log(4))),
+        ),
+        ({"rope_scaling": LONGROPE}, LongRope(tuple(SHORT), tuple(LONG), 32, math.sqrt(1 + math.log(4) / math.log(32)))),
+        ({"rope_scaling": LONGROPE | {"factor": 1.0}}, LongRope(tuple(SHORT), tuple(LONG), 32, 1.0)),
+        ({"rope_scaling": LONGROPE | {"attention_factor": 1.5}}, LongRope(tuple(SHORT), tuple(LONG), 32, 1.5)),
+    ],
+)
+def test_every_type_is_read_with_transformers_own_defaults(changes, scaling):
+    found = read_config(models.config_of("mha", **changes)).scaling
+    assert type(found) is type(scaling)
+    for name in scaling.__slots__:
+        expected = getattr(scaling, name)
+        assert getattr(found, name) == (pytest.approx(expected, rel=1e-15) if name == "attention" else expected), name
+
+
+# As the hub has them; what is left out is left to transformers.
+PLAIN = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "model_type": "llama", "pretraining_tp": 1, "use_cache": True}
+LLAMA2 = PLAIN | {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "torch_dtype": "float16",
+    "tie_word_embeddings": False,
+    "transformers_version": "4.31.0.dev0",
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SMOLLM2 = PLAIN | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.041666666666666664,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+}
+LLAMA32 = SMOLLM2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "head_dim": 64,
+    "rope_theta": 500000.0,
+    "eos_token_id": [128001, 128008, 128009],
+    "rope_scaling": SCALING | {"factor": 32.0, "original_max_position_embeddings": 8192},
+}
+TINYLLAMA = LLAMA2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.35.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (SMOLLM2, Config(30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 100000.0, None, True, False, False)),
+        (LLAMA32, Config(16, 2048, 8192, 32, 8, 64, 128256, 131072, 1e-5, 500000.0, Llama3(32.0, 1.0, 4.0, 8192), True, False, False)),
+        (TINYLLAMA, Config(22, 2048, 5632, 32, 4, 64, 32000, 2048, 1e-5, 10000.0, None, False, False, False)),
+        (LLAMA2, Config(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0, None, False, False, False)),
+        (
+            LLAMA2 | {"rope_scaling": {"factor": 4.0, "type": "linear"}},
+            Config(32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e-5, 10000.0, Linear(4.0), False, False, False),
+        ),
+    ],
+)
+def test_what_the_hub_holds_is_read(values, expected):
+    assert read_config(values) == expected
+    for end in (2, [2, 3], None, []):
+        assert read_config(values | {"eos_token_id": end}) == expected
+    assert read_config({k: v for k, v in values.items() if k != "eos_token_id"}) == expected
+
+
+@pytest.mark.parametrize("values", [SMOLLM2, LLAMA32, LLAMA2, LLAMA2 | {"rope_scaling": {"factor": 4.0, "type": "linear"}}])
+def test_what_transformers_5_saves_of_it_is_read_as_the_same(values, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig.from_dict(effective(values) | {"torch_dtype": "bfloat16"}).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in saved
+    assert "rope_scaling" not in saved
+    assert read_config(saved) == read_config(values)
+
+
+def test_a_key_that_was_taken_out_must_be_one_that_does_not_matter():
+    config = models.config_of("mha")
+    assert read_config(config, without=("auto_map",)) == read_config(config)
+    for key in ("rope_scaling", "head_dim", "rope_interleaved", "model_type", "original_max_position_embeddings"):
+        with pytest.raises(Refusal, match=f"--ignore-key {key} would change the model"):
+            read_config(config, without=("auto_map", key))
+
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.sampled_from([0, 1, 2, 10**9, 2**31, 1e308, 5e-324])
+    | st.floats()
+    | st.sampled_from(["", "8", "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "x" * 300]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*YARN, *LONGROPE, *SCALING, "truncate", "x"]), inner, max_size=4)
+    ),
+    max_leaves=6,
+)
+KEYS = [*SMOLLM2, "head_dim", "rope_parameters", "original_max_position_embeddings", "x"]
+
+
+@settings(max_examples=400, deadline=500)
+@given(
+    base=st.sampled_from([SMOLLM2, LLAMA32, LLAMA2, LLAMA2 | {"rope_scaling": YARN}]),
+    changes=st.dictionaries(st.sampled_from(KEYS), ODD, max_size=3),
+)
+def test_any_values_make_a_config_or_one_short_line(base, changes):
+    found = read_or_refused(base | changes)
+    if isinstance(found, str):
+        assert "\n" not in found
+        assert len(found) < 400
+    else:
+        assert all(bool(torch.isfinite(table).all()) for table in truth.rope_tables(found, 3))
+
+
+def read_or_refused(values):
+    try:
+        return read_config(values)
+    except Refusal as error:
+        return str(error)
 
 
 def test_what_cannot_change_a_logit_is_ignored_and_not_given_to_transformers():

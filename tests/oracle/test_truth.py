@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from oracle import answer, reference, trace, truth
 from oracle.answer import PROOF_LIMITS
 from oracle.checkpoint import resolve
-from oracle.config import Config, Llama3, read_config
+from oracle.config import Config, read_config
 from oracle.plan import Refusal, judged_plans
+from oracle.scaling import Llama3
 
 N = 24
 TOKENS = models.tokens(N)
