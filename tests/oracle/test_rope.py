@@ -37,7 +37,7 @@ TYPES = {
     "yarn, its own attention": YARN | {"attention_factor": 1.2},
     "yarn, two mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
     "yarn, one mscale": YARN | {"mscale": 0.7},
-    "yarn, equal betas": YARN | {"beta_slow": 4.0, "truncate": False},
+    "yarn, equal betas": YARN | {"beta_slow": 4.0, "truncate": False, "original_max_position_embeddings": 128},
     "yarn, plain betas": {k: v for k, v in YARN.items() if k != "beta_fast"},
     "yarn, its original length left out": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
     "longrope": LONGROPE,
