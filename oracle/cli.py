@@ -74,6 +74,23 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
 
 
 @cli.command()
+@click.argument("model", required=False)
+@click.option("--plan", "plans", type=_FOLDER, multiple=True, required=True, help="A plan to follow; may be given again.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option("--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
+@click.option("--revision", help="The commit of a Hub model.")
+def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any) -> None:
+    """Follow any plans with transformers' Llama and its DynamicCache, right or not; errors of a step stand in its trace."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from oracle import folder
+
+    with _progress() as progress:
+        written = folder.follow(model, plans=plans, out=out, progress=progress, **options)
+    click.echo("\n".join(map(str, written)))
+
+
+@cli.command()
 @click.argument("folder", type=_FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def check(folder: Path, as_json: bool) -> None:
