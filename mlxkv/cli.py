@@ -97,6 +97,28 @@ def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...
 
 
 @cli.command()
+@_model
+@click.option("--prompt", help="The first prompt  [default: The capital of France is]")
+@click.option("--other-prompt", help="Another that begins alike  [default: The capital of Germany is]")
+@click.option("--tokens", type=Numbers(), help="The first prompt as token ids.")
+@click.option("--other-tokens", type=Numbers(), help="The other as token ids.")
+@click.option("--steps", type=click.IntRange(3), default=20, show_default=True, help="Greedy tokens after each prompt.")
+@click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
+def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
+    """Run every right and wrong use of a cache on transformers, the port in candle's mode, the guarded port and mlx-lm.
+
+    Exit code 0 when every system behaved as documented, 1 when one did not, which is news.
+    """
+    from mlxkv import reporting
+
+    text, exit_code = reporting.pitfalls(out, as_json=as_json, command=_command_line(), **options)
+    _print(text)
+    sys.exit(exit_code)
+
+
+@cli.command()
 @click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxkv import session
 from mlxkv.engines.job import Finished
@@ -16,14 +16,13 @@ from mlxkv.judge.result import Verdict, join
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
 from oracle import tokens, trace
-from oracle.checkpoint import Checkpoint
 from oracle.plan import Refusal
+
+if TYPE_CHECKING:
+    from mlxkv.pitfalls import Matrix
 
 NAMES = ("compare.svg", "compare.json", "compare.md")
 """The files of one comparison; the Markdown last, since it links to the others."""
-
-ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
-"""Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
             other=other,
-            page=_is_original(runs.checkpoint),
+            page=session.is_original(runs.checkpoint),
         ),
     }
     system = str(environment.get("os", "unknown")).split()[0].lower()
@@ -143,10 +142,28 @@ def _continuation(runs: session.Runs) -> markdown.Continuation:
     return markdown.Continuation(tuple(generated), tokenizer.decode(generated) if tokenizer else None)
 
 
-def _is_original(checkpoint: Checkpoint) -> bool:
-    """Whether these are the weights that the page used, so that its values may stand beside ours."""
-    files = {tensor.file for tensor in checkpoint.tensors.values()}
-    return [file.stat().st_size for file in files] == [ORIGINAL[0]] and trace.sha256(files.pop()) == ORIGINAL[1]
+def pitfalls(out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
+    """Runs the scenarios and writes their report into `out`; what to print and the exit code."""
+    from mlxkv import pitfalls as scenes
+    from mlxkv.report import pitfalls as pages
+
+    request = scenes.request(**options)
+    session.claim(out)
+    matrix = scenes.run(request)
+    files = _matrix_files(matrix, commands=[command])
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    printed = files["pitfalls.json"] if as_json else pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
+    return printed, matrix.exit_code
+
+
+def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
+    from mlxkv import pitfalls as scenes
+
+    tokenizer = tokens.load(matrix.checkpoint.folder)
+    text = (lambda ids: tokenizer.decode(list(ids))) if tokenizer else (lambda _: "")
+    value = json.dumps(matrix.to_json(), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return {"pitfalls.json": value, "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:

@@ -22,6 +22,8 @@ from oracle.plan import Plan, Refusal
 
 PORT = "mlxkv.engines.port"
 DEFAULT_PROMPT = "The capital of France is"
+ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
+"""Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,12 @@ def _given(request: Request) -> tuple[Checkpoint, Path, None]:
         if given is not None:
             raise Refusal(f"--{name}: {where} has its own plans; leave the option out or make another folder")
     return resolve(request.model or manifest.source, revision=request.revision or manifest.revision), request.oracle, None
+
+
+def is_original(checkpoint: Checkpoint) -> bool:
+    """Whether these are the weights that the page used, so that its values may stand beside ours."""
+    files = {tensor.file for tensor in checkpoint.tensors.values()}
+    return [file.stat().st_size for file in files] == [ORIGINAL[0]] and trace.sha256(files.pop()) == ORIGINAL[1]
 
 
 @contextmanager

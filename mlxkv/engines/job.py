@@ -21,7 +21,11 @@ from oracle.trace import write_text
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Plans to follow on the model in `folder`; one trace per plan is written into `out`."""
+    """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
+
+    `cache` names mlx-lm's cache class; `cache_dtype` is one other than the model's, and `masks` keeps the cache's masks,
+    both on the port only.
+    """
 
     folder: str
     plans: tuple[Plan, ...]
@@ -31,6 +35,9 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
+    cache: str = "KVCache"
+    cache_dtype: str | None = None
+    masks: bool = False
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -59,6 +66,9 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
+            "cache": self.cache,
+            "cache_dtype": self.cache_dtype,
+            "masks": self.masks,
         }
         write_text(path, json.dumps(value))
         return path

@@ -28,10 +28,11 @@ Array = npt.NDArray[Any]
 class Runner:
     """Follows one plan on a model: named caches, the rows that calls returned, what became of each step."""
 
-    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True) -> None:
+    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True, cache_dtype: str | None = None) -> None:
         self.model = model
         self.plan = plan
         self.guarded = guarded
+        self.cache_dtype = cache_dtype
         self.caches: dict[str, Cache] = {}
         self.rows: list[Array] = []
         self.positions: list[Array] = []
@@ -65,12 +66,18 @@ class Runner:
                     arrays[f"kv/{name}/{i:03d}/values"] = self._host(layer.values[0])
         return arrays
 
+    def masks(self) -> dict[str, Array]:
+        """The masks that each cache has built, 1 hides a key: `mask/<cache>/<new>x<all>` (new, all) uint8."""
+        return {f"mask/{name}/{L}x{S}": np.array(m) for name, cache in self.caches.items() for (L, S), m in cache.masks.items()}
+
     def _step(self, index: int, step: Step) -> list[int] | None:
         from mlxkv.port.cache import Cache
 
         match step:
             case New(name, use_kv_cache):
-                self.caches[name] = Cache(self.model.config, dtype=self._dtype, use_kv_cache=use_kv_cache, guarded=self.guarded)
+                self.caches[name] = Cache(
+                    self.model.config, dtype=self.cache_dtype or self._dtype, use_kv_cache=use_kv_cache, guarded=self.guarded
+                )
             case Call(name, tokens, index_pos):
                 self._call(index, name, tokens, index_pos)
             case Greedy():
@@ -160,9 +167,10 @@ def follow(job: Job) -> None:
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
     with bar(label, sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:
-            runner = Runner(model, plan, guarded=job.guarded).run(advance)
+            runner = Runner(model, plan, guarded=job.guarded, cache_dtype=job.cache_dtype).run(advance)
             seconds += runner.seconds
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+            arrays = runner.arrays() | (runner.masks() if job.masks else {})
+            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), arrays)
     job.report(seconds)
 
 

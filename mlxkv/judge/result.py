@@ -168,8 +168,7 @@ class Verdict:
             "distinct_members": self.distinct,
             "by_position": {"floor": self.floor, "rms": [asdict(c) for c in self.curves]},
         }
-        plain: dict[str, Any] = _plain(value)
-        return plain
+        return dict(plain(value))
 
 
 def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
@@ -196,11 +195,12 @@ def join(outcomes: Iterable[Outcome]) -> Outcome:
     return "agree" if found == {"agree"} else "cannot tell"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Plain JSON values; numbers that are not finite are null."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

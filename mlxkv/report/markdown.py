@@ -5,13 +5,12 @@ Pure functions of the verdict and the facts: no clock, no file, no machine is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mlxkv.judge.delta import Figures, Pair, Run
 from mlxkv.judge.result import Control, Verdict
-from mlxkv.report.text import clip, code, columns, gate_cells, markdown_table, number, power, quoted
+from mlxkv.report.text import clip, code, columns, environment_rows, gate_cells, markdown_table, number, power, quoted, side_by_side
 from oracle.trace import Manifest, Meta
 
 GATES = ("gate", "plan", "value", "limit", "headroom", "where")
@@ -24,7 +23,6 @@ PAGE = {
     ("theirs chunked", "theirs cached"): "4.67e-05 (first)",
     ("ours chunked", "ours cached"): "2.91e-05",
 }
-_UNSAID = ("generated",)  # stands under Tokens
 _MOST_IDS = 64
 WORDS = (
     ("the page", "the article on KV caches in transformers and candle whose experiments this project repeats"),
@@ -65,14 +63,14 @@ def side(meta: Meta) -> Side:
     version, blas = meta.environment.get("mlx"), str(meta.environment.get("blas", "")).split(" (")[0]
     engine = f"mlx {version}" if version else f"{meta.engine} {meta.engine_version}".strip()
     first = [("engine", f"{meta.engine} {meta.engine_version}".strip()), ("device", meta.device), ("dtype", meta.dtype)]
-    return Side(meta.engine, f"{engine} {meta.device}" + (f" ({blas})" if blas else ""), (*first, *_rows(meta.environment)))
+    return Side(meta.engine, f"{engine} {meta.device}" + (f" ({blas})" if blas else ""), (*first, *environment_rows(meta.environment)))
 
 
 def oracle_side(manifest: Manifest) -> Side:
     """Of an oracle folder."""
     version = manifest.environment.get("torch")
     first = [("engine", "transformers and strict float64 truth"), ("device", "cpu"), ("dtype", manifest.dtype)]
-    rows = [(k, v) for k, v in _rows(manifest.environment) if k not in ("device", "dtype", "engine")]
+    rows = [(k, v) for k, v in environment_rows(manifest.environment) if k not in ("device", "dtype", "engine")]
     return Side("oracle", f"torch {version}" if version else "transformers", (*first, *rows))
 
 
@@ -220,10 +218,7 @@ def _figures(figures: Sequence[Figures]) -> list[str]:
 
 
 def _environment(sides: Sequence[Side]) -> list[str]:
-    names = list(dict.fromkeys(name for one in sides for name, _ in one.rows))
-    values = [dict(one.rows) for one in sides]
-    rows = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
-    return ["## Environment", "", *markdown_table(("", *(one.title for one in sides)), rows, left=set(range(len(sides) + 1)))]
+    return ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])]
 
 
 def _inputs(manifest: Manifest) -> list[str]:
@@ -259,17 +254,3 @@ def _prompt(manifest: Manifest) -> str:
 def _ids(ids: Sequence[int]) -> str:
     shown = " ".join(map(str, ids[:_MOST_IDS]))
     return shown if len(ids) <= _MOST_IDS else f"{shown} ... ({len(ids)} in all)"
-
-
-def _rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k}={_value(v)}" for k, v in sorted(value.items())) or "none"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _cell(value: str) -> str:
-    return " ".join(value.split()).replace("|", "\\|")
