@@ -208,8 +208,8 @@ def _jobs(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: 
             add(system, session.PORT, chosen, plans, guarded=guarded, cache_dtype=chosen[0].cache_dtype, masks=True)
     plans = [p for s in made if isinstance(p := s.plans["L"], Plan)]
     add("L", MLX_LM, [], plans)
-    for cache in OTHER_CACHES:
-        add(cache, MLX_LM, [], [p for s in made if cache in s.others and isinstance(p := s.plans["L"], Plan)], cache=cache)
+    for cache, asked in zip(OTHER_CACHES, ("ConcatenateKVCache", f"RotatingKVCache:{checkpoint.max_positions}"), strict=True):
+        add(cache, MLX_LM, [], [p for s in made if cache in s.others and isinstance(p := s.plans["L"], Plan)], cache=asked)
     return jobs
 
 

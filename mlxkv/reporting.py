@@ -167,31 +167,40 @@ def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
-    """Everything under reports/: the default model's comparison and the index."""
+    """Everything under reports/: the default model's comparison, the behaviour matrix and the index."""
+    from mlxkv import pitfalls as scenes
+
     session.claim(out)
     third = [trace.read(path) for path in candidates]
     with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
         compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
     folder = out / compared.case.manifest.name / compared.machine
-    written = compared.write(folder)
+    files = compared.files | _matrix_files(scenes.run(scenes.Request(device=device)), commands=["mlxkv pitfalls", "mlxkv reports"])
+    for name, content in files.items():
+        trace.write_text(folder / name, content)
     trace.write_text(out / "README.md", _index(out))
-    return [*written, out / "README.md"]
+    return [*(folder / name for name in files), out / "README.md"]
 
 
 def _index(out: Path) -> str:
     rows = []
     for path in sorted(out.glob("*/*/*.json")):
-        value = _read_json(path)
-        scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
         link = path.with_suffix(".md").relative_to(out)
-        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {value['outcome']}{scopes} |")
+        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {_said(_read_json(path))} |")
     head = [
         "# Reports",
         "",
         "Each was measured by `mlxkv reports` on the machine that it names; `mlxkv reports --check` does it again.",
         "",
     ]
-    return "\n".join([*head, "| report | model | machine | verdict |", "|:--|:--|:--|:--|", *rows]) + "\n"
+    return "\n".join([*head, "| report | model | machine | result |", "|:--|:--|:--|:--|", *rows]) + "\n"
+
+
+def _said(value: Any) -> str:
+    if "surprises" in value:
+        return f"{len(value['surprises'])} systems not as documented" if value["surprises"] else "all as documented"
+    scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
+    return f"{value['outcome']}{scopes}"
 
 
 def check(out: Path, *, device: str = "auto") -> list[str]:

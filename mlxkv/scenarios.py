@@ -119,7 +119,11 @@ def _used_right(s: Setting) -> list[Scenario]:
             _everywhere("greedy", New("a"), Greedy("a", s.first, 0, s.steps)),
             (Aim(1, "first"),),
             all_right,
-            {"T": "30 layers, keys (1, 3, 24, 64), length 24", "C": "the same tokens; no way to see the length"},
+            {
+                "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in France and the capital of the "
+                "French department of the Espace`",
+                "C": "the same tokens; no way to see the length",
+            },
             dict.fromkeys(OTHER_CACHES, RIGHT),
         ),
         Scenario(
@@ -144,7 +148,7 @@ def _used_right(s: Setting) -> list[Scenario]:
             _everywhere("mask", *chunks.steps),
             _along("first", chunks),
             all_right,
-            {"C": "[[0,0,0,0,1],[0,0,0,0,0]]"},
+            {"C": "`[[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]`"},
             shows_mask=True,
         ),
     ]
@@ -164,7 +168,10 @@ def _wrong_position(s: Setting) -> list[Scenario]:
             {**takes_none, "C": zero, "G": zero},
             (Aim(1, "first"),),
             expected,
-            {"T": "takes no position", "C": "no error; the first token right, the rest wrong"},
+            {
+                "T": "takes no position",
+                "C": "no error: `7042 28 260 3575 282 4649 28 260 1797 1918 28 260 1797 1918 28 284 260 3575 282 4649`",
+            },
         ),
         Scenario(
             "by_calls",
@@ -179,7 +186,10 @@ def _wrong_position(s: Setting) -> list[Scenario]:
             {"T": far_alone, "C": far, "G": far, "L": takes_none["L"]},
             (Aim(1, "one"), Aim(2, "one")),
             {"T": RIGHT, "C": REFUSED, "G": REFUSED, "L": NO},
-            {"T": "computes: (1, 1, 49152), finite", "C": "narrow invalid args start + len > dim_len: [8192, 32]"},
+            {
+                "T": "computes: (1, 1, 49152), finite",
+                "C": "`narrow invalid args start + len > dim_len: [8192, 32], ...`",
+            },
         ),
     ]
 
@@ -203,7 +213,10 @@ def _second_prompt(s: Setting) -> list[Scenario]:
             {"T": inferred["reuse"], "C": used["reuse"], "G": used["reuse"], "L": inferred["reuse"]},
             (Aim(2, "second"),),
             {"T": WRONG, "C": REFUSED, "G": REFUSED, "L": WRONG},
-            {"T": "length 48; the first 14 tokens as fresh, the 15th not", "C": "cannot broadcast [5, 5] to [1, 9, 5, 29]"},
+            {
+                "T": "length 48; the first 14 tokens as fresh, the 15th not: ` German state` for ` Federal Republic`",
+                "C": "`cannot broadcast [5, 5] to [1, 9, 5, 29]`",
+            },
             wrong,
         ),
         Scenario(
@@ -212,7 +225,10 @@ def _second_prompt(s: Setting) -> list[Scenario]:
             {"T": inferred["reuse1"], "C": used["reuse1"], "G": used["reuse1"], "L": inferred["reuse1"]},
             (Aim(2, "one"),),
             {"T": WRONG, "C": WRONG, "G": REFUSED, "L": WRONG},
-            {"C": "no error; the talk about France goes on"},
+            {
+                "C": "no error: `3575 282 4649 30 657 314 260 3995 2240 281 1910 411 2155 284 260 1796 768 35488 6151 282`; "
+                "fresh: `198 198 504 1646 288 253 3424 2329 1740 314 288 1464 253 2437 284 4798 1380 1786 338 27784`",
+            },
         ),
         Scenario(
             "quantized",
@@ -227,7 +243,8 @@ def _second_prompt(s: Setting) -> list[Scenario]:
 def _one_prefix(s: Setting) -> list[Scenario]:
     n = s.common
     a, b = (Greedy(name, prompt[n:], n, s.steps) for name, prompt in (("a", s.first), ("b", s.second)))
-    back = (New("a"), Greedy("a", s.first, 0, s.steps), Crop("a", n), Greedy("a", s.second[n:], n, s.steps))
+    begun = (New("a"), Greedy("a", s.first, 0, s.steps), Crop("a", n))
+    placed, inferred = (Plan("crop", (*begun, Greedy("a", s.second[n:], at, s.steps)), "last") for at in (n, None))
     return [
         Scenario(
             "branch",
@@ -235,13 +252,16 @@ def _one_prefix(s: Setting) -> list[Scenario]:
             _everywhere("branch", New("a"), Call("a", s.first[:n], 0), Clone("a", "b"), a, b),
             (Aim(3, "first", n), Aim(4, "second", n)),
             dict.fromkeys(SYSTEMS, RIGHT),
-            {"C": "both branches equal fresh runs (candle-nn's KvCache does not)"},
+            {
+                "C": "both equal fresh runs; Germany: "
+                "`11452 30 11452 314 260 3995 2240 281 4521 284 260 3575 282 260 7030 5261 282 4521 30 11452`",
+            },
             dict.fromkeys(OTHER_CACHES, RIGHT),
         ),
         Scenario(
             "crop",
             "a used cache cut back to the common prefix, the second prompt's end after it",
-            _everywhere("crop", *back) | {"C": "no way to cut a cache"},
+            {"T": inferred, "C": "no way to cut a cache", "G": placed, "L": inferred},
             (Aim(3, "second", n),),
             {"T": RIGHT, "C": NO, "G": RIGHT, "L": RIGHT},
             {},

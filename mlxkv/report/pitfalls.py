@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,30 +89,33 @@ def _section(scenario: Scenario, seen: Found, facts: Facts, text: Text) -> list[
     head = ["", "behaviour", "evidence", "cost", page]
     if not scenario.page:
         head, rows = head[:-1], [row[:-1] for row in rows]
-    what = f"{scenario.what[0].upper()}{scenario.what[1:]}."
-    return [f"## {scenario.name}", "", what, "", *markdown_table(head, rows, left={0, 1, 2, 4})]
+    return [f"## {scenario.name}", "", f"{scenario.what}.", "", *markdown_table(head, rows, left={0, 1, 2, 4})]
 
 
 def _evidence(seen: Seen, text: Text) -> str:
     if seen.reason is not None:
         return seen.reason
-    told = list(dict.fromkeys(_told(part, text) for part in seen.parts))
-    told = told if len(told) <= 3 else [*told[:2], f"{len(told) - 2} more calls"]
+    calls = [part for part in seen.parts if not part.tokens and part.error is None]
+    told = [_told(part, text) for part in seen.parts if part.tokens]
+    told += [_rows(calls)] if calls else []
+    errors = list(dict.fromkeys(seen.errors))
+    told += [code(clip(error, 160)) for error in errors[:1]] + ([f"{len(errors) - 1} more refused"] if len(errors) > 1 else [])
     told += [f"cache {h.cache}: {h.layers} layers, keys {h.shape}, length {h.shape[2]}, {h.bytes:,} bytes" for h in seen.held]
     told += [f"mask {code(str([list(row) for row in mask]))}" for mask in seen.masks if any(map(any, mask)) and len(mask) < len(mask[0])]
     return "; ".join(told).replace("|", "\\|")
 
 
 def _told(part: Part, text: Text) -> str:
-    if part.error is not None:
-        return code(clip(part.error, 160))
-    if part.rows == 1 and not part.tokens and part.behaviour != WRONG:
-        return f"{part.talk}: as the truth"
-    sigma = f"sigma {part.sigma:.3g}" + (f" over {part.rows} rows" if part.rows > 1 else "")
-    if not part.tokens:
-        return f"{part.talk}: {sigma}"
     parted = "all tokens right" if part.parted is None else f"token {part.parted + 1} of {len(part.tokens)} is the first to differ"
-    return f"{part.talk}: {code(_ids(part.tokens))} {code(quoted(text(part.tokens)))}: {parted}, {sigma}"
+    sigma = f", sigma {part.sigma:.3g} over {part.rows} rows" if part.sigma is not None else ""
+    return f"{part.talk}: {code(_ids(part.tokens))} {code(quoted(text(part.tokens)))}: {parted}{sigma}"
+
+
+def _rows(calls: Sequence[Part]) -> str:
+    """Calls that return a row each, together."""
+    wrong = sum(part.behaviour == WRONG for part in calls)
+    sigma = math.sqrt(sum((part.sigma or 0.0) ** 2 for part in calls) / len(calls))
+    return f"{wrong} of {len(calls)} rows wrong, sigma {sigma:.3g}"
 
 
 def _cell(seen: Seen, *, bold: bool = False) -> str:
