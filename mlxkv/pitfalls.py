@@ -27,6 +27,7 @@ from oracle.plan import Plan, Refusal
 FORMAT = "mlxkv-pitfalls/1"
 PROMPTS = ("The capital of France is", "The capital of Germany is")
 MLX_LM = "mlxkv.engines.mlx_lm"
+CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Matrix:
     seen: dict[tuple[str, str], Seen]
     rights: dict[str, Right]
     environments: dict[str, dict[str, Any]]
+    branches: dict[str, Any]
     comparable: bool
 
     @property
@@ -92,6 +94,7 @@ class Matrix:
             "page_comparable": self.comparable,
             "surprises": self.surprises,
             "exit_code": self.exit_code,
+            "branches": {k: v for k, v in self.branches.items() if k != "environment"},
             "environment": self.environments,
         }
         return dict(plain(value))
@@ -110,6 +113,7 @@ def report(matrix: Matrix, *, text: Callable[[Sequence[int]], str], commands: Se
         prompts={name: right.prompt for name, right in matrix.rights.items()},
         generated={name: right.tokens for name, right in matrix.rights.items()},
         environments=matrix.environments,
+        branches=matrix.branches,
         comparable=matrix.comparable,
     )
     return pages.report(facts, matrix.scenarios, matrix.seen, text=text, commands=commands)
@@ -131,7 +135,17 @@ def run(request: Request) -> Matrix:
         traces = _traces(request, checkpoint, made, room)
         seen = _watch(made, traces, rights)
         environments = {who: t.meta.environment for (_, who), t in traces.items()}
-        return Matrix(checkpoint, setting, tuple(made), seen, rights, environments, session.is_original(checkpoint))
+        branches = _branches(request, checkpoint, room)
+        return Matrix(checkpoint, setting, tuple(made), seen, rights, environments, branches, session.is_original(checkpoint))
+
+
+def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str, Any]:
+    """What branches of one prefix cost in memory: at CONTEXT tokens, or at half of what the model has."""
+    context, out = min(CONTEXT, checkpoint.max_positions // 2), room / "branches.json"
+    say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
+    arguments = [str(checkpoint.folder), str(out), "--context", str(context), "--device", request.device]
+    job.start(["mlxkv.engines.branches", *arguments])
+    return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
 def _prompts(request: Request, checkpoint: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:

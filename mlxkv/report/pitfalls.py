@@ -25,6 +25,7 @@ class Facts:
     prompts: Mapping[str, tuple[int, ...]]
     generated: Mapping[str, tuple[int, ...]]
     environments: Mapping[str, Mapping[str, Any]]
+    branches: Mapping[str, Any]
     comparable: bool
 
 
@@ -62,6 +63,7 @@ def report(facts: Facts, scenarios: Sequence[Scenario], seen: Found, *, text: Te
         ["## mlx-lm's other caches", "", *markdown_table(("scenario", "cache", "behaviour"), others, left={0, 1, 2})],
         _talks(facts, text),
         *(_section(s, seen, facts, text) for s in scenarios),
+        _branches(facts.branches),
         ["## Environment", "", *environment_table({_named(who): facts.environments[who] for who in facts.environments})],
         ["## Inputs", "", *markdown_table(("", ""), [["model", code(facts.source)], ["weights", code(facts.fingerprint)]], left={0, 1})],
         ["## Reproduce", "", "```sh", *commands, "```"],
@@ -90,6 +92,20 @@ def _section(scenario: Scenario, seen: Found, facts: Facts, text: Text) -> list[
     if not scenario.page:
         head, rows = head[:-1], [row[:-1] for row in rows]
     return [f"## {scenario.name}", "", f"{scenario.what}.", "", *markdown_table(head, rows, left={0, 1, 2, 4})]
+
+
+def _branches(b: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (f"the rows of {b['context_tokens']} tokens, {b['dtype']}", b["rows"]),
+        ("the buffers that hold them", b["buffers"]),
+        ("a clone, at its birth", b["birth"]),
+        ("a clone, at its first write", b["first_write"]),
+        (f"{b['branches']} branches after {b['steps']} tokens each, in turn", b["active"]),
+        ("the same, at the peak", b["peak"]),
+    ]
+    how = "The guarded port, counted by MLX over what it held before. A first write copies the rows once, into buffers with room for more."
+    cells = [(what, f"{value:,}", f"{value / b['rows']:.2f}") for what, value in rows]
+    return ["## Memory of branches", "", how, "", *markdown_table(("", "bytes", "times the rows"), cells, left={0})]
 
 
 def _evidence(seen: Seen, text: Text) -> str:

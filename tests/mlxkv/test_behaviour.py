@@ -22,6 +22,10 @@ TOKENS = tuple(int(t) for t in TRUTH[len(PROMPT) - 1 :].argmax(1))
 TALKS = {"first": Right(PROMPT, TOKENS, TRUTH, FLOOR)}
 PLAN = Plan("greedy", (New("a"), Greedy("a", PROMPT, 0, N)), "last")
 
+BRANCHES = {"context_tokens": 8, "dtype": "float32", "branches": 2, "steps": 3} | dict.fromkeys(
+    ("rows", "buffers", "birth", "first_write", "active", "peak"), 1024
+)
+
 
 def scenario(plan: Plan = PLAN, *aims: Aim, **more: Any) -> Scenario:
     plans: dict[str, Plan | str] = dict.fromkeys(SYSTEMS, plan)
@@ -115,7 +119,7 @@ def test_what_is_not_as_documented_is_said_first() -> None:
     text = pages.console([given], seen, report="x/pitfalls.md")
     assert "news: greedy on transformers, DynamicCache: silently wrong, documented is right\n" in text
     assert text.endswith("1 of 6 did not behave as documented    report: x/pitfalls.md\n")
-    facts = pages.Facts("tiny", "x", "f", {"first": PROMPT}, {"first": TOKENS}, {"T": {"os": "Linux"}}, comparable=False)
+    facts = pages.Facts("tiny", "x", "f", {"first": PROMPT}, {"first": TOKENS}, {"T": {"os": "Linux"}}, BRANCHES, comparable=False)
     page = pages.report(facts, [given], seen, text=lambda ids: "|".join(map(str, ids)), commands=["mlxkv pitfalls"])
     assert page.startswith("# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers")
     assert "**silently wrong** (documented: right)" in page
