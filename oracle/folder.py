@@ -47,7 +47,7 @@ def run(
     prompt. `chunks`, `dtype`, `threads` and `revision` are as on the command line; the truth also records `taps`.
     `keep_pool` keeps the eager runs, `force` replaces a folder that an earlier run left.
     """
-    _require("torch", "transformers")
+    require("torch", "transformers")
     out = Path(out).absolute()
     _check_place(out, force=force)
     question = ask(model, progress=progress, note=note, **asked)
@@ -171,7 +171,8 @@ def _check_floors(path: Path, manifest: Manifest) -> None:
             raise Refusal(f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again")
 
 
-def _require(*packages: str) -> None:
+def require(*packages: str) -> None:
+    """Refuses what could not be computed, with the line that installs the package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")

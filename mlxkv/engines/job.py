@@ -21,7 +21,10 @@ from oracle.trace import write_text
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Plans to follow on the model in `folder`; one trace per plan is written into `out`."""
+    """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
+
+    `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon.
+    """
 
     folder: str
     plans: tuple[Plan, ...]
@@ -31,6 +34,7 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
+    cache: str = "KVCache"
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -59,6 +63,7 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
+            "cache": self.cache,
         }
         write_text(path, json.dumps(value))
         return path
