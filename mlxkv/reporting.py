@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from mlxkv.engines.job import Finished
 from mlxkv.judge import delta
 from mlxkv.judge.case import Case, by_plan, door
 from mlxkv.judge.result import Verdict, join
+from mlxkv.judge.suspects import find
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
 from oracle import tokens, trace
@@ -39,7 +41,7 @@ class Compared:
 
     @property
     def exit_code(self) -> int:
-        """Of the worse of the port's verdict and the candidate's."""
+        """Of the worse of the engine's verdict and the candidate's."""
         both = [self.verdict, *([self.third] if self.third else [])]
         worst = join(v.outcome for v in both)
         return next(v.exit_code for v in both if v.outcome == worst)
@@ -53,7 +55,10 @@ class Compared:
         """What a person reads in the terminal."""
         sides = (self.sides[0], self.sides[1])
         text = markdown.console_report(self.verdict, self.case.manifest, sides=sides, report=str(out / "compare.md"))
-        return text + (f"{self.third.subject.engine}: {markdown.sentence(self.third)}\n" if self.third else "")
+        if self.third is None:
+            return text
+        cause = f"{self.third.subject.engine}: cause: {markdown.cause(self.third)}\n" if self.third.cause else ""
+        return f"{text}{cause}{self.third.subject.engine}: {markdown.sentence(self.third)}\n"
 
     def write(self, out: Path) -> list[Path]:
         """The files, each whole or not there."""
@@ -75,9 +80,10 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
 def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Sequence[str]) -> Compared:
     case = runs.case
     candidates = by_plan(case.manifest, runs.arithmetic)
-    verdict = judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra))
+    suspects = cache(partial(session.suspects, runs))
+    verdict = _explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
     beside = _third(case, third)
-    other = judge(case, beside) if beside else None
+    other = _explained(judge(case, beside), case, beside, suspects) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     environment = runs.arithmetic[0].meta.environment
@@ -100,6 +106,15 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
     system = str(environment.get("os", "unknown")).split()[0].lower()
     machine = f"{system}-{environment.get('arch', 'unknown')}-{runs.arithmetic[0].meta.device}"
     return Compared(verdict, case, tuple(sides), files, machine, runs.took, other)
+
+
+def _explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
+    """The verdict; where the engine differs, with the usual mistake that explains it, or with why none is named."""
+    if verdict.outcome != "differ":
+        return verdict
+    folder = suspects()
+    found = folder if isinstance(folder, str) else find(case, traces, folder)
+    return replace(verdict, notes=(*verdict.notes, found)) if isinstance(found, str) else replace(verdict, cause=found)
 
 
 def _third(case: Case, traces: Sequence[trace.Trace]) -> dict[str, trace.Trace]:
@@ -130,7 +145,7 @@ def _json(verdict: Verdict, other: Verdict | None, runs: session.Runs, continuat
         "generated": list(continuation.ids),
         "errors": errors,
         "third": other.to_json() if other else None,
-        "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
+        "environment": {runs.engine: runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 

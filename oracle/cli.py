@@ -113,6 +113,27 @@ def show(folder: Path, as_json: bool) -> None:
     click.echo(json.dumps(asdict(read_manifest(folder)), sort_keys=True, indent=1) + "\n" if as_json else folders.show(folder), nl=False)
 
 
+@cli.command()
+@click.argument("folder", type=_FOLDER)
+@click.argument("model", required=False)
+@click.option("--out", type=_FOLDER, required=True, help="The folder to write into.")
+@click.option("--revision", help="The commit of a Hub model.")
+def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -> None:
+    """Compute the truth of a run folder once more with each usual mistake, such as another rope_theta.
+
+    An engine whose logits are those of one of them has probably made that mistake. MODEL is the one that the folder was made with.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from oracle.folder import require
+
+    require("torch")
+    from oracle.suspects import write
+
+    with _progress() as progress:
+        write(folder, out, model=model, revision=revision, progress=progress)
+    click.echo(out)
+
+
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     try:
         return None if text is None else tuple(int(part) for part in text.split(","))

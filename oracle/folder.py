@@ -48,7 +48,7 @@ def run(
     prompt. `chunks`, `dtype`, `threads` and `revision` are as on the command line; the truth also records `taps`.
     `keep_pool` keeps the eager runs, `force` replaces a folder that an earlier run left.
     """
-    _require("torch", "transformers")
+    require("torch", "transformers")
     out = Path(out).absolute()
     _check_place(out, force=force)
     question = ask(model, progress=progress, note=note, **asked)
@@ -75,7 +75,7 @@ def follow(
     progress: Progress | None = None,
 ) -> list[Path]:
     """Follows the plans in the files `plans` with transformers and writes one trace of each, named after it, into `out`."""
-    _require("torch", "transformers")
+    require("torch", "transformers")
     found = [plan_files.read(path) for path in plans]
     twice = {plan.name for plan in found if [p.name for p in found].count(plan.name) > 1}
     if twice:
@@ -204,7 +204,8 @@ def _check_floors(path: Path, manifest: Manifest) -> None:
             raise Refusal(f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again")
 
 
-def _require(*packages: str) -> None:
+def require(*packages: str) -> None:
+    """Refuses what could not be computed, with the line that installs the package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")

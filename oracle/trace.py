@@ -394,6 +394,20 @@ def sha256(path: Path) -> str:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
 
 
+def suspects_digest(manifest: Manifest) -> str:
+    """Of everything that the usual suspects of a run folder depend on here, whatever made the folder."""
+    return inputs_digest(
+        fingerprint=manifest.fingerprint,
+        config_digest=manifest.config_digest,
+        tokens=manifest.tokens,
+        prompt_tokens=manifest.prompt_tokens,
+        steps=0,
+        chunks=None,
+        dtype=manifest.dtype,
+        threads=0,
+    )
+
+
 def inputs_digest(
     *,
     fingerprint: str,

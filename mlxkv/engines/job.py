@@ -23,8 +23,8 @@ from oracle.trace import write_text
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    `cache` names mlx-lm's cache class; `cache_dtype` is one other than the model's, and `masks` keeps the cache's masks,
-    both on the port only.
+    `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon. `cache_dtype` is
+    one other than the model's, and `masks` keeps the cache's masks, both for the port alone.
     """
 
     folder: str

@@ -80,6 +80,17 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
     return Answer(folder, manifest, finished)
 
 
+def suspects_folder(manifest: trace.Manifest) -> Path:
+    """Where the usual suspects of a run folder are kept."""
+    return cache_dir() / "suspects" / trace.suspects_digest(manifest)[:32]
+
+
+def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> job.Finished:
+    """The usual suspects of a run folder into `out`; `checkpoint` is what the folder was made with."""
+    revision = ["--revision", checkpoint.revision] if checkpoint.revision else []
+    return job.start(["oracle", "suspects", str(folder), checkpoint.source, *revision, "--out", str(out)])
+
+
 def require_torch() -> None:
     """A Refusal with the line that installs what is missing."""
     for package in ("torch", "transformers"):

@@ -97,6 +97,15 @@ class FirstWrong:
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """The usual mistake, in words, against whose truth the delta vanishes, and the sigma that is left of it."""
+
+    name: str
+    words: str
+    sigma: float
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What was judged: whose run, of which model, over how many tokens."""
 
@@ -129,6 +138,7 @@ class Verdict:
     floor: tuple[float, ...] = ()
     curves: tuple[Curve, ...] = ()
     distinct: int = 0
+    cause: Cause | None = None
 
     @property
     def exit_code(self) -> int:
@@ -163,6 +173,7 @@ class Verdict:
             "notes": self.notes,
             "first_wrong": asdict(self.first_wrong) if self.first_wrong else None,
             "hint": self.hint,
+            "cause": asdict(self.cause) if self.cause else None,
             "figures": [asdict(f) for f in self.figures],
             "tables": tables,
             "distinct_members": self.distinct,
