@@ -21,7 +21,11 @@ from oracle.trace import write_text
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Plans to follow on the model in `folder`; one trace per plan is written into `out`."""
+    """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
+
+    `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
+    second time with every layer fed the truth's input.
+    """
 
     folder: str
     plans: tuple[Plan, ...]
@@ -31,10 +35,16 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
+    taps: tuple[str, ...] = ()
+    truth: str | None = None
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
         return self.out / f"{plan.name}.safetensors"
+
+    def isolated(self, plan: Plan) -> Path:
+        """Where the trace goes of the layers fed the truth's input."""
+        return self.out / f"{plan.name}-isolated.safetensors"
 
     def report(self, forward: float) -> None:
         """Leaves word of the seconds spent in forward calls."""
@@ -59,6 +69,8 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
+            "taps": self.taps,
+            "truth": self.truth,
         }
         write_text(path, json.dumps(value))
         return path
@@ -68,7 +80,7 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
-    return Job(plans=plans, out=path.parent, **value)
+    return Job(plans=plans, out=path.parent, taps=tuple(value.pop("taps")), **value)
 
 
 @dataclass(frozen=True, slots=True)
