@@ -121,6 +121,45 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 
 
 @cli.command()
+@_model
+@_run
+@click.option("--oracle", "oracle_folder", type=FOLDER, help="As for compare; --taps of `mlxkv-oracle run` say what it records.")
+@click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
+@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, looked into too.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+    """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
+
+    Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
+    """
+    from mlxkv import locating
+
+    search = locating.locate(_request(oracle=oracle_folder, fresh=fresh, **options), out, candidates=candidates, command=_command_line())
+    _print(search.files["locate.json"] if as_json else search.text)
+    sys.exit(search.exit_code)
+
+
+@cli.command()
+@_model
+@click.option("--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]")
+@click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
+@click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON.")
+def selftest(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
+    """Put known faults into the port and see that each is found, in its place, and that no correct run is accused.
+
+    Exit code 0 when nothing was missed and nobody accused, else 1.
+    """
+    from mlxkv import reporting
+
+    text, exit_code = reporting.selftest(model, revision, out, as_json=as_json, command=_command_line(), **options)
+    _print(text)
+    sys.exit(exit_code)
+
+
+@cli.command()
 @click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")

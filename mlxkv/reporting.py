@@ -181,6 +181,23 @@ def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
     return {"pitfalls.json": value, "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
 
 
+def selftest(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
+    """Runs the trials and writes their report into `out`; what to print and the exit code."""
+    from mlxkv import selftesting
+    from mlxkv.report import selftest as pages
+
+    session.claim(out)
+    result = selftesting.run(model, revision, **options)
+    value = result.to_json()
+    files = {
+        "selftest.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
+        "selftest.md": pages.markdown(result.trials, value, commands=[command]),
+    }
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    return files["selftest.json"] if as_json else pages.console(result.trials, report=str(out / "selftest.md")), result.exit_code
+
+
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
     """Everything under reports/: the default model's comparison, the behaviour matrix and the index."""
     from mlxkv import pitfalls as scenes

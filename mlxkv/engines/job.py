@@ -25,6 +25,8 @@ class Job:
 
     `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon. `cache_dtype` is
     one other than the model's, and `masks` keeps the cache's masks, both for the port alone.
+    `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
+    second time with every layer fed the truth's input.
     """
 
     folder: str
@@ -38,10 +40,16 @@ class Job:
     cache: str = "KVCache"
     cache_dtype: str | None = None
     masks: bool = False
+    taps: tuple[str, ...] = ()
+    truth: str | None = None
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
         return self.out / f"{plan.name}.safetensors"
+
+    def isolated(self, plan: Plan) -> Path:
+        """Where the trace goes of the layers fed the truth's input."""
+        return self.out / f"{plan.name}-isolated.safetensors"
 
     def report(self, forward: float) -> None:
         """Leaves word of the seconds spent in forward calls."""
@@ -69,6 +77,8 @@ class Job:
             "cache": self.cache,
             "cache_dtype": self.cache_dtype,
             "masks": self.masks,
+            "taps": self.taps,
+            "truth": self.truth,
         }
         write_text(path, json.dumps(value))
         return path
@@ -78,7 +88,7 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
-    return Job(plans=plans, out=path.parent, **value)
+    return Job(plans=plans, out=path.parent, taps=tuple(value.pop("taps")), **value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,11 @@ def follow(job: Job) -> None:
         environment=environment,
         probes=probes,
     )
+    if job.taps:
+        from mlxkv.engines import taps
+
+        job.report(taps.follow(job, model, meta))
+        return
     seconds = 0.0
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
     with bar(label, sum(len(p.steps) for p in job.plans)) as advance:

@@ -16,7 +16,7 @@ Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
 HINT = (
     "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
-    "mask's offset; later a stale or lost cache row"
+    "mask's offset; later a stale or lost cache row; `mlxkv locate` says where"
 )
 
 

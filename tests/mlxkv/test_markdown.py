@@ -223,7 +223,7 @@ controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: diffe
 also: port trace of plan 'chunked': no row for position 9, expected 20 rows
 hint: the first wrong position names the kind: \
 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the mask's offset; later \
-a stale or lost cache row
+a stale or lost cache row; `mlxkv locate` says where
 differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)
 report: r.md
 """
