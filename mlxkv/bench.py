@@ -192,20 +192,13 @@ def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> Any:
 def _mlx_lm(folder: str, dtype: str) -> Any:
     import mlx.core as mx
 
-    try:
-        from mlx_lm.models.cache import make_prompt_cache
-        from mlx_lm.utils import load_model
-    except ImportError as error:
-        raise Refusal(f"mlx-lm is not installed ({error}): pip install 'mlxkv[port]'") from error
-    from mlxkv.port.ops import dtype_of
+    from mlxkv.engines.mlx_lm import load, prompt_cache
 
-    model, _ = load_model(Path(folder))
-    model.set_dtype(dtype_of(dtype))
-    mx.eval(model.parameters())
+    model = load(folder, dtype)
     V = model.args.vocab_size
 
     def turn(prefill: int, decode: int) -> list[float]:
-        cache = make_prompt_cache(model)
+        cache = prompt_cache(model, "KVCache")
         ids = mx.array([_tokens(prefill, V)])
         begun = time.perf_counter()
         # As mlx_lm's own generate_step does: the prompt but its last token fills the cache and needs no logits.

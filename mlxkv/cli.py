@@ -79,6 +79,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
+@click.option("--engine", metavar="[port|mlx-lm]", default="port", show_default=True, help="Whose Llama is judged.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option(
@@ -93,7 +94,8 @@ def cli() -> None:
 def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
-    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report.
+    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report. With
+    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone.
     """
     from mlxkv import reporting
 
@@ -101,6 +103,67 @@ def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...
     result = reporting.compare(request, out, candidates=candidates, command=_command_line())
     _print(result.as_json() if as_json else result.text(out))
     sys.exit(result.exit_code)
+
+
+@cli.command()
+@_model
+@click.option("--prompt", help="The first prompt  [default: The capital of France is]")
+@click.option("--other-prompt", help="Another that begins alike  [default: The capital of Germany is]")
+@click.option("--tokens", type=Numbers(), help="The first prompt as token ids.")
+@click.option("--other-tokens", type=Numbers(), help="The other as token ids.")
+@click.option("--steps", type=click.IntRange(3), default=20, show_default=True, help="Greedy tokens after each prompt.")
+@click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
+def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
+    """Run every right and wrong use of a cache on transformers, the port in candle's mode, the guarded port and mlx-lm.
+
+    Exit code 0 when every system behaved as documented, 1 when one did not, which is news.
+    """
+    from mlxkv import reporting
+
+    text, exit_code = reporting.pitfalls(out, as_json=as_json, command=_command_line(), **options)
+    _print(text)
+    sys.exit(exit_code)
+
+
+@cli.command()
+@_model
+@_run
+@click.option("--oracle", "oracle_folder", type=FOLDER, help="As for compare; --taps of `mlxkv-oracle run` say what it records.")
+@click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
+@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, looked into too.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+    """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
+
+    Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
+    """
+    from mlxkv import locating
+
+    search = locating.locate(_request(oracle=oracle_folder, fresh=fresh, **options), out, candidates=candidates, command=_command_line())
+    _print(search.files["locate.json"] if as_json else search.text)
+    sys.exit(search.exit_code)
+
+
+@cli.command()
+@_model
+@click.option("--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]")
+@click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
+@click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON.")
+def selftest(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
+    """Put known faults into the port and see that each is found, in its place, and that no correct run is accused.
+
+    Exit code 0 when nothing was missed and nobody accused, else 1.
+    """
+    from mlxkv import reporting
+
+    text, exit_code = reporting.selftest(model, revision, out, as_json=as_json, command=_command_line(), **options)
+    _print(text)
+    sys.exit(exit_code)
 
 
 @cli.command()

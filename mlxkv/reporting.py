@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxkv import session
 from mlxkv.engines.job import Finished
 from mlxkv.judge import delta
 from mlxkv.judge.case import Case, by_plan, door
 from mlxkv.judge.result import Verdict, join
+from mlxkv.judge.suspects import find
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
 from oracle import tokens, trace
-from oracle.checkpoint import Checkpoint
 from oracle.plan import Refusal
+
+if TYPE_CHECKING:
+    from mlxkv.pitfalls import Matrix
 
 NAMES = ("compare.svg", "compare.json", "compare.md")
 """The files of one comparison; the Markdown last, since it links to the others."""
-
-ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
-"""Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Compared:
 
     @property
     def exit_code(self) -> int:
-        """Of the worse of the port's verdict and the candidate's."""
+        """Of the worse of the engine's verdict and the candidate's."""
         both = [self.verdict, *([self.third] if self.third else [])]
         worst = join(v.outcome for v in both)
         return next(v.exit_code for v in both if v.outcome == worst)
@@ -54,7 +55,10 @@ class Compared:
         """What a person reads in the terminal."""
         sides = (self.sides[0], self.sides[1])
         text = markdown.console_report(self.verdict, self.case.manifest, sides=sides, report=str(out / "compare.md"))
-        return text + (f"{self.third.subject.engine}: {markdown.sentence(self.third)}\n" if self.third else "")
+        if self.third is None:
+            return text
+        cause = f"{self.third.subject.engine}: cause: {markdown.cause(self.third)}\n" if self.third.cause else ""
+        return f"{text}{cause}{self.third.subject.engine}: {markdown.sentence(self.third)}\n"
 
     def write(self, out: Path) -> list[Path]:
         """The files, each whole or not there."""
@@ -76,9 +80,10 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
 def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Sequence[str]) -> Compared:
     case = runs.case
     candidates = by_plan(case.manifest, runs.arithmetic)
-    verdict = judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra))
+    suspects = cache(partial(session.suspects, runs))
+    verdict = _explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
     beside = _third(case, third)
-    other = judge(case, beside) if beside else None
+    other = _explained(judge(case, beside), case, beside, suspects) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     environment = runs.arithmetic[0].meta.environment
@@ -95,12 +100,21 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             svg="compare.svg",
             third=delta.three_way(case, candidates, beside),
             other=other,
-            page=_is_original(runs.checkpoint),
+            page=session.is_original(runs.checkpoint),
         ),
     }
     system = str(environment.get("os", "unknown")).split()[0].lower()
     machine = f"{system}-{environment.get('arch', 'unknown')}-{runs.arithmetic[0].meta.device}"
     return Compared(verdict, case, tuple(sides), files, machine, runs.took, other)
+
+
+def _explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
+    """The verdict; where the engine differs, with the usual mistake that explains it, or with why none is named."""
+    if verdict.outcome != "differ":
+        return verdict
+    folder = suspects()
+    found = folder if isinstance(folder, str) else find(case, traces, folder)
+    return replace(verdict, notes=(*verdict.notes, found)) if isinstance(found, str) else replace(verdict, cause=found)
 
 
 def _third(case: Case, traces: Sequence[trace.Trace]) -> dict[str, trace.Trace]:
@@ -131,7 +145,7 @@ def _json(verdict: Verdict, other: Verdict | None, runs: session.Runs, continuat
         "generated": list(continuation.ids),
         "errors": errors,
         "third": other.to_json() if other else None,
-        "environment": {"port": runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
+        "environment": {runs.engine: runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -143,38 +157,82 @@ def _continuation(runs: session.Runs) -> markdown.Continuation:
     return markdown.Continuation(tuple(generated), tokenizer.decode(generated) if tokenizer else None)
 
 
-def _is_original(checkpoint: Checkpoint) -> bool:
-    """Whether these are the weights that the page used, so that its values may stand beside ours."""
-    files = {tensor.file for tensor in checkpoint.tensors.values()}
-    return [file.stat().st_size for file in files] == [ORIGINAL[0]] and trace.sha256(files.pop()) == ORIGINAL[1]
+def pitfalls(out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
+    """Runs the scenarios and writes their report into `out`; what to print and the exit code."""
+    from mlxkv import pitfalls as scenes
+    from mlxkv.report import pitfalls as pages
+
+    request = scenes.request(**options)
+    session.claim(out)
+    matrix = scenes.run(request)
+    files = _matrix_files(matrix, commands=[command])
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    printed = files["pitfalls.json"] if as_json else pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
+    return printed, matrix.exit_code
+
+
+def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
+    from mlxkv import pitfalls as scenes
+
+    tokenizer = tokens.load(matrix.checkpoint.folder)
+    text = (lambda ids: tokenizer.decode(list(ids))) if tokenizer else (lambda _: "")
+    value = json.dumps(matrix.to_json(), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return {"pitfalls.json": value, "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
+
+
+def selftest(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
+    """Runs the trials and writes their report into `out`; what to print and the exit code."""
+    from mlxkv import selftesting
+    from mlxkv.report import selftest as pages
+
+    session.claim(out)
+    result = selftesting.run(model, revision, **options)
+    value = result.to_json()
+    files = {
+        "selftest.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
+        "selftest.md": pages.markdown(result.trials, value, commands=[command]),
+    }
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    return files["selftest.json"] if as_json else pages.console(result.trials, report=str(out / "selftest.md")), result.exit_code
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
-    """Everything under reports/: the default model's comparison and the index."""
+    """Everything under reports/: the default model's comparison, the behaviour matrix and the index."""
+    from mlxkv import pitfalls as scenes
+
     session.claim(out)
     third = [trace.read(path) for path in candidates]
     with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
         compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
     folder = out / compared.case.manifest.name / compared.machine
-    written = compared.write(folder)
+    files = compared.files | _matrix_files(scenes.run(scenes.Request(device=device)), commands=["mlxkv pitfalls", "mlxkv reports"])
+    for name, content in files.items():
+        trace.write_text(folder / name, content)
     trace.write_text(out / "README.md", _index(out))
-    return [*written, out / "README.md"]
+    return [*(folder / name for name in files), out / "README.md"]
 
 
 def _index(out: Path) -> str:
     rows = []
     for path in sorted(out.glob("*/*/*.json")):
-        value = _read_json(path)
-        scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
         link = path.with_suffix(".md").relative_to(out)
-        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {value['outcome']}{scopes} |")
+        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {_said(_read_json(path))} |")
     head = [
         "# Reports",
         "",
         "Each was measured by `mlxkv reports` on the machine that it names; `mlxkv reports --check` does it again.",
         "",
     ]
-    return "\n".join([*head, "| report | model | machine | verdict |", "|:--|:--|:--|:--|", *rows]) + "\n"
+    return "\n".join([*head, "| report | model | machine | result |", "|:--|:--|:--|:--|", *rows]) + "\n"
+
+
+def _said(value: Any) -> str:
+    if "surprises" in value:
+        return f"{len(value['surprises'])} systems not as documented" if value["surprises"] else "all as documented"
+    scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
+    return f"{value['outcome']}{scopes}"
 
 
 def check(out: Path, *, device: str = "auto") -> list[str]:

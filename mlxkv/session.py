@@ -8,21 +8,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxkv import runtime
-from mlxkv.engines import job, oracle
+from mlxkv.engines import AlreadySaid, job, oracle
 from mlxkv.judge.case import Case, read_case
+from mlxkv.judge.suspects import read_suspects
 from mlxkv.port.config import LlamaConfig
 from mlxkv.progress import say
 from oracle import tokens as tokenizers
 from oracle import trace
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
-from oracle.plan import Plan, Refusal
+from oracle.plan import Refusal
 
-PORT = "mlxkv.engines.port"
+PORT, MLX_LM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm"
 DEFAULT_PROMPT = "The capital of France is"
+ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
+"""Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,15 @@ class Request:
     oracle: Path | None = None
     fresh: bool = False
     ignore_keys: tuple[str, ...] = ()
+    engine: str = "port"
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Everything that a verdict is made from, and what each process took (None: reused)."""
+    """Everything that a verdict on `engine` is made from, and what each process took (None: reused)."""
 
+    engine: str
+    folder: Path
     case: Case
     checkpoint: Checkpoint
     arithmetic: tuple[trace.Trace, ...]
@@ -56,11 +62,12 @@ class Runs:
 
 @contextmanager
 def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> Iterator[Runs]:
-    """The oracle's answer and the port's traces in both lanes; the traces are removed when the block ends.
+    """The oracle's answer and the engine's traces (the port's in both lanes), which are removed when the block ends.
 
-    `meanwhile` is called while the port's processes run and this one would only wait.
+    `meanwhile` is called while the engine's processes run and this one would only wait.
     """
     runtime.require_device(request.device)
+    follow = _follower(request.engine)
     checkpoint, folder, made = _given(request) if request.oracle else _asked(request)
     case = read_case(folder)
     if case.manifest.fingerprint != checkpoint.fingerprint:
@@ -71,19 +78,71 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
     # Plans may coincide (full and step where nothing is decoded): one run then serves both names.
     plans = tuple({plan.digest: plan for plan in oracle.judged(case.manifest, folder).values()}.values())
     with scratch() as room:
-        arithmetic = _job(checkpoint, plans, room / "run", case.manifest.dtype, case.manifest.dtype, request.device)
-        algebra = _job(checkpoint, plans, room / "float64", "float64", case.manifest.dtype, "cpu")
-        # Side by side: one thread does nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
-        with arithmetic.begin(PORT) as b, algebra.begin(PORT, aside=True) as a:
-            meanwhile()
-            took = {"oracle": made, "port": arithmetic.end(b), "port float64": algebra.end(a)}
-        yield Runs(case, checkpoint, _traces(arithmetic), _traces(algebra), took)
+        dtype, keys = case.manifest.dtype, checkpoint.without
+        arithmetic = job.Job(str(checkpoint.folder), plans, room / "run", dtype, dtype, request.device, ignore_keys=keys)
+        done, took = follow(arithmetic, meanwhile)
+        traces = [_traces(one) for one in done]
+        yield Runs(request.engine, folder, case, checkpoint, traces[0], sum(traces[1:], ()), {"oracle": made} | took)
 
 
-def _job(checkpoint: Checkpoint, plans: tuple[Plan, ...], out: Path, dtype: str, weights_dtype: str, device: str) -> job.Job:
-    out.mkdir(parents=True)
+def suspects(runs: Runs) -> Path | str:
+    """The folder of the usual suspects, kept or made, or why there is none: the verdict stands without them."""
+    unsought, manifest = "the cause was not looked for", runs.case.manifest
+    kept = oracle.suspects_folder(manifest)
+    try:
+        read_suspects(kept, manifest.fingerprint)
+        os.utime(kept)
+        return kept
+    except Refusal:
+        pass  # absent, unfinished or damaged: made anew below
+    if not runtime.has("torch"):
+        return f"{unsought}: torch is not installed"
+    try:
+        checkpoint = runs.checkpoint
+        if checkpoint.config_digest != manifest.config_digest:
+            checkpoint = resolve(manifest.source, revision=manifest.revision)
+        say("oracle: the usual suspects")
+        runs.took["suspects"] = oracle.make_suspects(checkpoint, runs.folder, kept)
+        read_suspects(kept, manifest.fingerprint)
+    except AlreadySaid:
+        return f"{unsought}: the oracle refused, see above"
+    except Refusal as error:
+        return f"{unsought}: {error}"
+    return kept
+
+
+_Followed = tuple[list[job.Job], dict[str, job.Finished | None]]
+
+
+def _follower(engine: str) -> Callable[[job.Job, Callable[[], object]], _Followed]:
+    """Who follows a job of an engine, refused before the oracle is asked where it could not run."""
+    if engine == "port":
+        return _both_lanes
+    if engine != "mlx-lm":
+        raise Refusal(f"--engine: {engine!r}, expected port or mlx-lm")
+    if not runtime.has("mlx_lm"):
+        raise Refusal("mlx-lm is not installed: pip install 'mlxkv[port]'")
+    return _one_lane
+
+
+def _both_lanes(arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Followed:
+    """The port in the run's dtype and in float64.
+
+    Side by side: one thread does nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
+    """
     half = max(1, (os.cpu_count() or 1) // 2)
-    return job.Job(str(checkpoint.folder), plans, out, dtype, weights_dtype, device, threads=half, ignore_keys=checkpoint.without)
+    arithmetic = replace(arithmetic, threads=half)
+    algebra = replace(arithmetic, out=arithmetic.out.with_name("float64"), dtype="float64", device="cpu")
+    with arithmetic.begin(PORT) as b, algebra.begin(PORT, aside=True) as a:
+        meanwhile()
+        return [arithmetic, algebra], {"port": arithmetic.end(b), "port float64": algebra.end(a)}
+
+
+def _one_lane(arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Followed:
+    """mlx-lm in the run's dtype: in float64 MLX's own functions, which it calls, are only float32-accurate."""
+    with arithmetic.begin(MLX_LM) as a:
+        meanwhile()
+        return [arithmetic], {"mlx-lm": arithmetic.end(a)}
 
 
 def _traces(done: job.Job) -> tuple[trace.Trace, ...]:
@@ -155,6 +214,12 @@ def _given(request: Request) -> tuple[Checkpoint, Path, None]:
 def _ignored(manifest: trace.Manifest) -> tuple[str, ...]:
     found = manifest.environment.get("ignored_keys")
     return tuple(key for key in found if isinstance(key, str)) if isinstance(found, list) else ()
+
+
+def is_original(checkpoint: Checkpoint) -> bool:
+    """Whether these are the weights that the page used, so that its values may stand beside ours."""
+    files = {tensor.file for tensor in checkpoint.tensors.values()}
+    return [file.stat().st_size for file in files] == [ORIGINAL[0]] and trace.sha256(files.pop()) == ORIGINAL[1]
 
 
 @contextmanager

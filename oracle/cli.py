@@ -75,6 +75,23 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
 
 
 @cli.command()
+@click.argument("model", required=False)
+@click.option("--plan", "plans", type=_FOLDER, multiple=True, required=True, help="A plan to follow; may be given again.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option("--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
+@click.option("--revision", help="The commit of a Hub model.")
+def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any) -> None:
+    """Follow any plans with transformers' Llama and its DynamicCache, right or not; errors of a step stand in its trace."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from oracle import folder
+
+    with _progress() as progress:
+        written = folder.follow(model, plans=plans, out=out, progress=progress, **options)
+    click.echo("\n".join(map(str, written)))
+
+
+@cli.command()
 @click.argument("folder", type=_FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def check(folder: Path, as_json: bool) -> None:
@@ -95,6 +112,27 @@ def show(folder: Path, as_json: bool) -> None:
     from oracle.trace import read_manifest
 
     click.echo(json.dumps(asdict(read_manifest(folder)), sort_keys=True, indent=1) + "\n" if as_json else folders.show(folder), nl=False)
+
+
+@cli.command()
+@click.argument("folder", type=_FOLDER)
+@click.argument("model", required=False)
+@click.option("--out", type=_FOLDER, required=True, help="The folder to write into.")
+@click.option("--revision", help="The commit of a Hub model.")
+def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -> None:
+    """Compute the truth of a run folder once more with each usual mistake, such as another rope_theta.
+
+    An engine whose logits are those of one of them has probably made that mistake. MODEL is the one that the folder was made with.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from oracle.folder import require
+
+    require("torch")
+    from oracle.suspects import write
+
+    with _progress() as progress:
+        write(folder, out, model=model, revision=revision, progress=progress)
+    click.echo(out)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

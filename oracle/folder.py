@@ -11,7 +11,7 @@ import importlib.util
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
@@ -19,10 +19,11 @@ from typing import Unpack
 import numpy as np
 
 from oracle import floors
-from oracle import plan as plans
+from oracle import plan as plan_files
+from oracle.checkpoint import resolve
 from oracle.plan import Call, Plan, Refusal
 from oracle.question import Asked, Note, Progress, ask
-from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write_manifest
+from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
 
 _OURS = ("manifest.json", "plans", "truth.safetensors", "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
 _PROOFS = {
@@ -47,7 +48,7 @@ def run(
     prompt. `chunks`, `dtype`, `threads`, `revision` and `ignore_keys` are as on the command line; the truth also records `taps`.
     `keep_pool` keeps the eager runs, `force` replaces a folder that an earlier run left.
     """
-    _require("torch", "transformers")
+    require("torch", "transformers")
     out = Path(out).absolute()
     _check_place(out, force=force)
     question = ask(model, progress=progress, note=note, **asked)
@@ -61,6 +62,38 @@ def run(
         manifest = answer.write(question, folder, keep_pool=keep_pool, progress=progress)
         write_manifest(folder, manifest)
     return manifest
+
+
+def follow(
+    model: str | None = None,
+    *,
+    plans: Sequence[Path],
+    out: Path,
+    dtype: str = "float32",
+    threads: int | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Follows the plans in the files `plans` with transformers and writes one trace of each, named after it, into `out`."""
+    require("torch", "transformers")
+    found = [plan_files.read(path) for path in plans]
+    twice = {plan.name for plan in found if [p.name for p in found].count(plan.name) > 1}
+    if twice:
+        raise Refusal(f"plans: {min(twice)} is the name of more than one, expected one trace a name; rename one")
+    checkpoint = resolve(model, revision=revision, progress=progress)
+    if progress:
+        progress("loading torch and transformers", 0, 1)
+    from oracle import reference
+
+    reference.set_up(threads)
+    engine, written = reference.Reference(checkpoint, dtype=dtype), []
+    for i, plan in enumerate(found):
+        if progress:
+            progress(f"transformers: {plan.name}", i, len(found))
+        made = engine.run(plan)
+        written.append(out / f"{plan.name}.safetensors")
+        write(written[-1], made.meta, made.arrays)
+    return written
 
 
 def check(folder: Path | str) -> Manifest:
@@ -131,7 +164,7 @@ def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
 
 
 def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
-    found = {name: plans.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
+    found = {name: plan_files.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
     for name, plan in found.items():
         if plan.digest != manifest.plans[name]:
             raise Refusal(f"{folder / 'plans' / name}.json: digest {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make it again")
@@ -171,7 +204,8 @@ def _check_floors(path: Path, manifest: Manifest) -> None:
             raise Refusal(f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again")
 
 
-def _require(*packages: str) -> None:
+def require(*packages: str) -> None:
+    """Refuses what could not be computed, with the line that installs the package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")

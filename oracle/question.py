@@ -96,6 +96,7 @@ class Question:
             chunks=self.chunks,
             dtype=self.dtype,
             threads=self.threads,
+            taps=self.taps,
         )
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:

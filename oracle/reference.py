@@ -167,11 +167,13 @@ class _Run:
         """Keeps the rows of one forward call; returns the last."""
         cache = self._caches[name]
         held = _length(cache)
-        if index_pos not in (None, held):
-            raise Refusal(
-                f"cannot be expressed: index_pos {index_pos} with {held} tokens cached, as transformers takes the position from its cache"
-            )
         given = {_CACHE: cache, "use_cache": cache is not None, "logits_to_keep": int(self._last)}
+        if index_pos not in (None, held):
+            if held:
+                where = f"index_pos {index_pos} with {held} tokens cached"
+                raise Refusal(f"cannot be expressed: {where}, as transformers takes the position from its cache")
+            # Where nothing is cached a caller may say position_ids, and only them.
+            given["position_ids"] = torch.arange(index_pos, index_pos + len(tokens))[None]
         rows: Tensor = self._model(torch.tensor([tokens]), **given).logits[0]
         first = len(self._places)
         self._places += [(held + place, i) for place in range(len(tokens) - len(rows), len(tokens))]

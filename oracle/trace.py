@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -28,6 +28,9 @@ import numpy.typing as npt
 from oracle.plan import Greedy, Plan, Refusal, from_json
 
 FORMAT = "mlxkv-trace/1"
+TAPS: tuple[str, ...] = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "scores", "attention", "o_proj")
+TAPS += ("post_norm", "gate", "up", "activation", "down", "hidden")
+"""The places inside a layer that can be recorded, in the order of computation; `oracle.config` gives their shapes."""
 Array = npt.NDArray[Any]
 _DTYPES: dict[str, type] = {"F64": np.float64, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
 _NAMES = {np.dtype(v): k for k, v in _DTYPES.items()}
@@ -394,6 +397,20 @@ def sha256(path: Path) -> str:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
 
 
+def suspects_digest(manifest: Manifest) -> str:
+    """Of everything that the usual suspects of a run folder depend on here, whatever made the folder."""
+    return inputs_digest(
+        fingerprint=manifest.fingerprint,
+        config_digest=manifest.config_digest,
+        tokens=manifest.tokens,
+        prompt_tokens=manifest.prompt_tokens,
+        steps=0,
+        chunks=None,
+        dtype=manifest.dtype,
+        threads=0,
+    )
+
+
 def inputs_digest(
     *,
     fingerprint: str,
@@ -404,10 +421,11 @@ def inputs_digest(
     chunks: Sequence[int] | None,
     dtype: str,
     threads: int,
+    taps: Collection[str] = ("hidden",),
 ) -> str:
     """One digest of all that an oracle's results depend on; torch and transformers are asked for their versions, not imported.
 
-    `tokens` are those given, before the `steps` greedy ones.
+    `tokens` are those given, before the `steps` greedy ones. A folder without a tap must not pass for one with it.
     """
     from importlib import metadata
 
@@ -420,7 +438,7 @@ def inputs_digest(
     inputs = {
         "weights": [fingerprint, config_digest],
         "tokens": [list(tokens), prompt_tokens, steps, None if chunks is None else list(chunks)],
-        "run": [dtype, threads],
+        "run": [dtype, threads, sorted(taps)],
         "versions": [version("torch"), version("transformers")],
         "sources": {path.name: sha256(path) for path in sorted(Path(__file__).parent.glob("*.py"))},
     }

@@ -78,7 +78,7 @@ class Weights:
 
 
 @dataclass(slots=True)
-class _Stream:
+class Stream:
     """One way of following the sequence: its spans, and its hidden states, which every layer replaces."""
 
     spans: list[tuple[int, int]]
@@ -103,7 +103,7 @@ def follow(
     """
     n, ids = len(tokens), torch.tensor(tokens)
     embedded = weights("model.embed_tokens.weight", rows=ids)  # [n, E]
-    streams = {name: _Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
+    streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
     watched = next(iter(streams))
     if taps and len(streams[watched].spans) > 1:
         raise ValueError(f"truth: {watched} has {len(streams[watched].spans)} segments, expected one for taps")
@@ -111,7 +111,7 @@ def follow(
     for i in range(config.n_layers):
         if progress:
             progress("truth (float64), layers", i, config.n_layers)
-        layer = _Layer(config, weights.layer(config, i), tables)
+        layer = Layer(config, weights.layer(config, i), tables)
         for name, stream in streams.items():
             seen = dict.fromkeys(taps) if name == watched else {}
             keys, values = layer.run(stream, seen)
@@ -121,13 +121,13 @@ def follow(
     return {name: rms_norm(stream.hidden, norm, config.eps) for name, stream in streams.items()}
 
 
-class _Layer:
+class Layer:
     """One decoder layer, followed segment by segment against its own cache."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor], tables: tuple[Tensor, Tensor]) -> None:
         self.config, self.weights, self.tables = config, weights, tables
 
-    def run(self, stream: _Stream, seen: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def run(self, stream: Stream, seen: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Replaces the stream's hidden states; returns the keys and values of all its tokens, each (K, n, D)."""
         shape = (self.config.n_kv_heads, len(stream.hidden), self.config.head_dim)
         cache = torch.full(shape, math.nan, dtype=torch.float64), torch.full(shape, math.nan, dtype=torch.float64)

@@ -21,7 +21,13 @@ from oracle.trace import write_text
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Plans to follow on the model in `folder`; one trace per plan is written into `out`."""
+    """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
+
+    `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon. `cache_dtype` is
+    one other than the model's, and `masks` keeps the cache's masks, both for the port alone.
+    `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
+    second time with every layer fed the truth's input.
+    """
 
     folder: str
     plans: tuple[Plan, ...]
@@ -31,11 +37,20 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
+    cache: str = "KVCache"
+    cache_dtype: str | None = None
+    masks: bool = False
+    taps: tuple[str, ...] = ()
+    truth: str | None = None
     ignore_keys: tuple[str, ...] = ()
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
         return self.out / f"{plan.name}.safetensors"
+
+    def isolated(self, plan: Plan) -> Path:
+        """Where the trace goes of the layers fed the truth's input."""
+        return self.out / f"{plan.name}-isolated.safetensors"
 
     def report(self, forward: float) -> None:
         """Leaves word of the seconds spent in forward calls."""
@@ -60,6 +75,11 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
+            "cache": self.cache,
+            "cache_dtype": self.cache_dtype,
+            "masks": self.masks,
+            "taps": self.taps,
+            "truth": self.truth,
             "ignore_keys": list(self.ignore_keys),
         }
         write_text(path, json.dumps(value))
@@ -70,6 +90,7 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
+    return Job(plans=plans, out=path.parent, taps=tuple(value.pop("taps")), **value)
     ignore_keys = tuple(value.pop("ignore_keys"))
     return Job(plans=plans, out=path.parent, ignore_keys=ignore_keys, **value)
 

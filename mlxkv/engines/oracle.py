@@ -20,7 +20,7 @@ from oracle.plan import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the oracle is asked: which tokens, how many steps after them, in which chunks and dtype."""
+    """What the oracle is asked: which tokens, how many steps after them, in which chunks and dtype, and what to record."""
 
     checkpoint: Checkpoint
     prompt: str | None
@@ -30,6 +30,7 @@ class Question:
     chunks: tuple[int, ...] | None
     dtype: str
     threads: int
+    taps: tuple[str, ...] = ("hidden",)
 
     def digest(self) -> str:
         """Of everything that the answer depends on."""
@@ -42,6 +43,7 @@ class Question:
             chunks=None if self.chunks is None else list(self.chunks),
             dtype=self.dtype,
             threads=self.threads,
+            taps=self.taps,
         )
 
 
@@ -80,6 +82,17 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
     return Answer(folder, manifest, finished)
 
 
+def suspects_folder(manifest: trace.Manifest) -> Path:
+    """Where the usual suspects of a run folder are kept."""
+    return cache_dir() / "suspects" / trace.suspects_digest(manifest)[:32]
+
+
+def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> job.Finished:
+    """The usual suspects of a run folder into `out`; `checkpoint` is what the folder was made with."""
+    revision = ["--revision", checkpoint.revision] if checkpoint.revision else []
+    return job.start(["oracle", "suspects", str(folder), checkpoint.source, *revision, "--out", str(out)])
+
+
 def require_torch() -> None:
     """A Refusal with the line that installs what is missing."""
     for package in ("torch", "transformers"):
@@ -110,4 +123,5 @@ def _arguments(question: Question, folder: Path, prompt: str) -> list[str]:
         arguments += ["--tokens", ",".join(map(str, question.tokens)), "--prompt-tokens", str(question.prompt_tokens)]
     if question.chunks is not None:
         arguments += ["--chunks", ",".join(map(str, question.chunks))]
-    return [*arguments, "--steps", str(question.steps), "--dtype", question.dtype, "--threads", str(question.threads)]
+    arguments += ["--steps", str(question.steps), "--dtype", question.dtype, "--threads", str(question.threads)]
+    return [*arguments, "--taps", ",".join(question.taps)]

@@ -6,8 +6,7 @@ aborts takes no report with it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.engines.job import Job
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, Step
-from oracle.trace import Meta, Outcome, Trace, write
+from mlxkv.engines.runner import PlanRunner, host
+from oracle.plan import Plan, Refusal
+from oracle.trace import Meta, Trace, write
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
@@ -25,129 +25,70 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-class Runner:
-    """Follows one plan on a model: named caches, the rows that calls returned, what became of each step."""
+class Runner(PlanRunner):
+    """Follows one plan on a model."""
 
-    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True) -> None:
+    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True, cache_dtype: str | None = None) -> None:
+        super().__init__(plan)
         self.model = model
-        self.plan = plan
         self.guarded = guarded
+        self.cache_dtype = cache_dtype
         self.caches: dict[str, Cache] = {}
-        self.rows: list[Array] = []
-        self.positions: list[Array] = []
-        self.steps: list[Array] = []
-        self.outcomes: list[Outcome] = []
-        self.seconds = 0.0
         # The truth turns a sequence by the factors for its whole length, so every cache of the plan is made for it.
         longrope = model.config.rope.rope_type == "longrope"
-        self.max_length = min(longest(plan), model.config.max_position_embeddings) if longrope else None
+        self.max_length = min(max(1, plan.longest), model.config.max_position_embeddings) if longrope else None
 
-    def run(self, advance: Callable[[int], None] = lambda _: None) -> Runner:
-        """Every step in order; a step that fails keeps its error's text and the next one follows."""
-        for i, step in enumerate(self.plan.steps):
-            try:
-                self.outcomes.append(Outcome(tokens=self._step(i, step)))
-            except ValueError as error:
-                self.outcomes.append(Outcome(error=" ".join(str(error).split())))
-            advance(1)
-        return self
+    def new(self, name: str, use_kv_cache: bool) -> None:
+        """Guarded or not, as the runner is."""
+        from mlxkv.port.cache import Cache
 
-    def arrays(self) -> dict[str, Array]:
-        """The trace's arrays: all rows, and the keys and values that each cache holds at the end."""
-        dtype = np.float64 if self._dtype == "float64" else np.float32
-        V = self.model.config.vocab_size
-        arrays = {
-            "logits": np.concatenate(self.rows) if self.rows else np.zeros((0, V), dtype),
-            "positions": np.concatenate(self.positions).astype(np.int32) if self.rows else np.zeros(0, np.int32),
-            "steps": np.concatenate(self.steps).astype(np.int32) if self.rows else np.zeros(0, np.int32),
-        }
+        dtype = self.cache_dtype or self._dtype
+        self.caches[name] = Cache(
+            self.model.config, dtype=dtype, use_kv_cache=use_kv_cache, guarded=self.guarded, max_length=self.max_length
+        )
+
+    def clone(self, source: str, target: str) -> None:
+        """The cache's own."""
+        self.caches[target] = self.caches[source].clone()
+
+    def crop(self, name: str, length: int) -> None:
+        """The cache's own."""
+        self.caches[name].crop(length)
+
+    def reset(self, name: str) -> None:
+        """The cache's own."""
+        self.caches[name].reset()
+
+    def held(self, name: str) -> int:
+        """The cache's length."""
+        return len(self.caches[name])
+
+    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
+        """(L, V), or (1, V)."""
+        whole = self.plan.rows == "all"
+        rows = host(self.model([tokens], cache=self.caches[name], index_pos=index_pos, all_positions=whole)[0])
+        return rows if whole else rows[None]
+
+    def nothing(self) -> Array:
+        """(0, V)"""
+        return np.zeros((0, self.model.config.vocab_size), np.float64 if self._dtype == "float64" else np.float32)
+
+    def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
+        """As the cache shows them."""
         for name, cache in self.caches.items():
             for i, layer in enumerate(cache.layers):
                 if layer.keys is not None and layer.values is not None:
-                    arrays[f"kv/{name}/{i:03d}/keys"] = self._host(layer.keys[0])
-                    arrays[f"kv/{name}/{i:03d}/values"] = self._host(layer.values[0])
-        return arrays
+                    yield name, i, layer.keys[0], layer.values[0]
 
-    def _step(self, index: int, step: Step) -> list[int] | None:
-        from mlxkv.port.cache import Cache
-
-        match step:
-            case New(name, use_kv_cache):
-                self.caches[name] = Cache(
-                    self.model.config, dtype=self._dtype, use_kv_cache=use_kv_cache, guarded=self.guarded, max_length=self.max_length
-                )
-            case Call(name, tokens, index_pos):
-                self._call(index, name, tokens, index_pos)
-            case Greedy():
-                return self._greedy(index, step)
-            case Clone(source, target):
-                self.caches[target] = self.caches[source].clone()
-            case Crop(name, length):
-                self.caches[name].crop(length)
-            case Reset(name):
-                self.caches[name].reset()
-        return None
-
-    def _call(self, index: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        cache = self.caches[name]
-        held = len(cache)
-        whole = self.plan.rows == "all"
-        begun = time.perf_counter()
-        rows = self._host(self.model([tokens], cache=cache, index_pos=index_pos, all_positions=whole)[0])
-        self.seconds += time.perf_counter() - begun
-        rows = rows if whole else rows[None]
-        last = held + len(tokens)
-        self.rows.append(rows)
-        self.positions.append(np.arange(last - len(rows), last))
-        self.steps.append(np.full(len(rows), index))
-        return rows[-1]
-
-    def _greedy(self, index: int, step: Greedy) -> list[int]:
-        chosen: list[int] = []
-        tokens, position = step.tokens, step.index_pos
-        for calls in range(1, step.n + 1):
-            # numpy takes the first of equals, which is the lowest id.
-            chosen.append(int(np.argmax(self._call(index, step.cache, tokens, position))))
-            if position is not None and step.index_pos is not None:
-                position = {"right": position + len(tokens), "zero": position, "by_calls": step.index_pos + calls}[step.advance]
-            tokens = (chosen[-1],)
-        return chosen
+    def masks(self) -> dict[str, Array]:
+        """The masks that each cache has built, 1 hides a key: `mask/<cache>/<new>x<all>` (new, all) uint8."""
+        return {f"mask/{name}/{L}x{S}": np.array(m) for name, cache in self.caches.items() for (L, S), m in cache.masks.items()}
 
     @property
     def _dtype(self) -> str:
         from mlxkv.port.ops import name_of
 
         return name_of(self.model.dtype)
-
-    def _host(self, array: Any) -> Array:
-        """A numpy copy: numpy has no bfloat16, and float32 holds every half-precision value exactly."""
-        import mlx.core as mx
-
-        kept = array.dtype in (mx.float32, mx.float64)
-        return np.array(array if kept else array.astype(mx.float32))
-
-
-def longest(plan: Plan) -> int:
-    """Tokens of the longest sequence that a plan's calls make, at least 1."""
-    held: dict[str, int] = {}
-    most, cached = 1, {step.cache: step.use_kv_cache for step in plan.steps if isinstance(step, New)}
-    for step in plan.steps:
-        match step:
-            case New(name):
-                held[name] = 0
-            case Call(name, tokens, _):
-                most = max(most, held[name] + len(tokens))
-                held[name] += len(tokens) if cached.get(name, True) else 0
-            case Greedy():
-                held[step.cache] += len(step.tokens) + step.n - 1
-                most = max(most, held[step.cache])
-            case Clone(source, target):
-                held[target], cached[target] = held[source], cached[source]
-            case Crop(name, length):
-                held[name] = length
-            case Reset(name):
-                held[name] = 0
-    return most
 
 
 def run(model: Llama, plan: Plan, *, meta: Meta | None = None, guarded: bool = True) -> Trace:
@@ -184,13 +125,19 @@ def follow(job: Job) -> None:
         environment=environment,
         probes=probes,
     )
+    if job.taps:
+        from mlxkv.engines import taps
+
+        job.report(taps.follow(job, model, meta))
+        return
     seconds = 0.0
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
     with bar(label, sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:
-            runner = Runner(model, plan, guarded=job.guarded).run(advance)
+            runner = Runner(model, plan, guarded=job.guarded, cache_dtype=job.cache_dtype).run(advance)
             seconds += runner.seconds
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+            arrays = runner.arrays() | (runner.masks() if job.masks else {})
+            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), arrays)
     job.report(seconds)
 
 

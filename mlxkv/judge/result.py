@@ -16,7 +16,7 @@ Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
 HINT = (
     "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
-    "mask's offset; later a stale or lost cache row"
+    "mask's offset; later a stale or lost cache row; `mlxkv locate` says where"
 )
 
 
@@ -97,6 +97,15 @@ class FirstWrong:
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """The usual mistake, in words, against whose truth the delta vanishes, and the sigma that is left of it."""
+
+    name: str
+    words: str
+    sigma: float
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What was judged: whose run, of which model, over how many tokens."""
 
@@ -129,6 +138,7 @@ class Verdict:
     floor: tuple[float, ...] = ()
     curves: tuple[Curve, ...] = ()
     distinct: int = 0
+    cause: Cause | None = None
 
     @property
     def exit_code(self) -> int:
@@ -163,13 +173,13 @@ class Verdict:
             "notes": self.notes,
             "first_wrong": asdict(self.first_wrong) if self.first_wrong else None,
             "hint": self.hint,
+            "cause": asdict(self.cause) if self.cause else None,
             "figures": [asdict(f) for f in self.figures],
             "tables": tables,
             "distinct_members": self.distinct,
             "by_position": {"floor": self.floor, "rms": [asdict(c) for c in self.curves]},
         }
-        plain: dict[str, Any] = _plain(value)
-        return plain
+        return dict(plain(value))
 
 
 def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
@@ -196,11 +206,12 @@ def join(outcomes: Iterable[Outcome]) -> Outcome:
     return "agree" if found == {"agree"} else "cannot tell"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Plain JSON values; numbers that are not finite are null."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

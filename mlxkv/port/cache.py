@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +22,9 @@ from mlxkv.port import rope
 from mlxkv.port.config import LlamaConfig
 from mlxkv.port.ops import dtype_of, name_of
 from oracle.plan import Refusal
+
+if TYPE_CHECKING:
+    from mlxkv.port.llama import Llama
 
 BLOCK = 256
 """Buffers grow by this many rows: one token per step must not copy the whole history each time."""
@@ -84,8 +89,9 @@ class Cache:
     """Keys, values, RoPE tables and masks of one sequence (or a batch of equally long ones).
 
     `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read: every call sends the whole
-    prefix. `len(cache)` is the number of tokens held. `max_length` bounds the sequence and with it the RoPE tables; with
-    RoPE of type longrope it also chooses, once, between the short factors (the default) and the long ones.
+    prefix. `len(cache)` is the number of tokens held; `fingerprint` names the weights that the last call used. `max_length`
+    bounds the sequence and with it the RoPE tables; with RoPE of type longrope it also chooses, once, between the short
+    factors (the default) and the long ones.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Cache:
         self.guarded = guarded
         self.max_length = _span(config, max_length)
         self.cos, self.sin = _tables(config, self.dtype, self.max_length)
+        self.fingerprint: str | None = None
         self._layers = (Layer(),) * config.num_hidden_layers
         self._masks: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
 
@@ -154,9 +161,29 @@ class Cache:
         self._layers = tuple(layer.crop(length) for layer in self._layers)
         return dropped
 
+    def save(self, path: str | Path) -> None:
+        """Writes the rows held and all that they depend on into one safetensors file, whole or not at all.
+
+        A CacheError where the file could not be used again: rows that are not finite, or of weights without a fingerprint.
+        """
+        from mlxkv.port import cache_file
+
+        cache_file.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, model: Llama) -> Cache:
+        """The cache in a file that `save` wrote, to go on with `model`.
+
+        A CacheError that names what differs where another model, dtype, config or RoPE made the rows, and where the file
+        is not as it was written.
+        """
+        from mlxkv.port import cache_file
+
+        return cache_file.load(Path(path), model)
+
     # What the model calls, in this order: admit, rotation, then per layer extend, then mask.
 
-    def admit(self, batch: int, length: int, index_pos: int | None, dtype: mx.Dtype, config: LlamaConfig) -> int:
+    def admit(self, batch: int, length: int, index_pos: int | None, model: Llama) -> int:
         """The position of the first of `length` new tokens, or a refusal with nothing changed.
 
         Unguarded only what candle refuses: another dtype, no tokens, rows beyond the RoPE tables.
@@ -166,11 +193,7 @@ class Cache:
         if not isinstance(start, int | np.integer) or isinstance(start, bool) or start < 0:
             raise CacheError(f"cache: index_pos is {start!r}, expected a whole number from 0")
         start = int(start)
-        if config != self.config:
-            raise CacheError("cache: made for another config than the model's; make it with Cache(model.config)")
-        if dtype != self.dtype:
-            mine, theirs = name_of(self.dtype), name_of(dtype)
-            raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
+        self._check_model(model)
         if batch == 0 or length == 0:
             raise CacheError(f"cache: no new tokens (the cache holds {held}); a call needs at least one")
         if start + length > self.max_length:
@@ -178,10 +201,19 @@ class Cache:
             why = rope.end(self.config, self.max_length, start + length)
             raise CacheError(f"cache: {where} is beyond the {self.max_length} rows of the RoPE tables; {why}")
         if self.guarded:
-            self._guard(batch, start, held)
+            self._guard(batch, start, held, model.fingerprint)
+        # Rows of several weights, which only an unguarded cache can hold, are no known weights' rows.
+        self.fingerprint = model.fingerprint if not held or model.fingerprint == self.fingerprint else None
         return start
 
-    def _guard(self, batch: int, start: int, held: int) -> None:
+    def _check_model(self, model: Llama) -> None:
+        if model.config != self.config:
+            raise CacheError("cache: made for another config than the model's; make it with Cache(model.config)")
+        if model.dtype != self.dtype:
+            mine, theirs = name_of(self.dtype), name_of(model.dtype)
+            raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
+
+    def _guard(self, batch: int, start: int, held: int, fingerprint: str | None) -> None:
         if start != held:
             holder = f"the cache holds {held} tokens" if self.use_kv_cache else "without a KV cache every call starts at 0"
             remedy = "leave index_pos out" if self.use_kv_cache else "send the whole prefix from index_pos 0"
@@ -190,6 +222,9 @@ class Cache:
             raise CacheError(f"cache: index_pos is {start}, expected {held} ({holder}); {remedy}")
         if self.use_kv_cache and self._layers[0].batch not in (None, batch):
             raise CacheError(f"cache: batch of {batch}, expected {self._layers[0].batch} (that of the tokens held); make a new cache")
+        if held and fingerprint != self.fingerprint:
+            mine, theirs = shown(self.fingerprint), shown(fingerprint)
+            raise CacheError(f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache")
 
     def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
         """cos and sin of `length` positions from `start`, each (L, D / 2)."""
@@ -224,6 +259,11 @@ class Cache:
     def restore(self, layers: tuple[Layer, ...]) -> None:
         """Every layer as it was."""
         self._layers = layers
+
+
+def shown(fingerprint: str | None) -> str:
+    """Enough of a fingerprint to tell two apart, and what the weights were rounded to."""
+    return "unknown" if fingerprint is None else fingerprint[:12] + fingerprint[64:]
 
 
 def _put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:

@@ -109,11 +109,16 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama whose state lives in the `Cache` given to each call."""
+    """A Llama whose state lives in the `Cache` given to each call.
+
+    `fingerprint` names the weights, as `load` took them from a checkpoint; None for those that came in another way.
+    Weights changed by hand afterwards keep the name.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.fingerprint: str | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -134,7 +139,7 @@ class Llama(nn.Module):
         """
         ids = self._ids(tokens)
         B, L = ids.shape
-        start = cache.admit(B, L, index_pos, self.dtype, self.config)
+        start = cache.admit(B, L, index_pos, self)
         before = cache.snapshot()
         try:
             # MLX has float64 on the CPU only.

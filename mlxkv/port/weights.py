@@ -49,6 +49,8 @@ def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_t
             mx.eval(array)
             model.update(tree_unflatten([(name.removeprefix("model."), array)]))
     model.eval()
+    # Rounded weights are other weights.
+    model.fingerprint = checkpoint.fingerprint + ("" if first == target else f" in {rounded_to}")
     return model
 
 

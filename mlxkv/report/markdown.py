@@ -5,18 +5,17 @@ Pure functions of the verdict and the facts: no clock, no file, no machine is re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mlxkv.judge.delta import Figures, Pair, Run
 from mlxkv.judge.result import Control, Verdict
-from mlxkv.report.text import clip, code, columns, gate_cells, markdown_table, number, power, quoted
+from mlxkv.report.text import clip, code, columns, environment_rows, gate_cells, markdown_table, number, power, quoted, side_by_side
 from oracle.trace import Manifest, Meta
 
 GATES = ("gate", "plan", "value", "limit", "headroom", "where")
 PAIRS = ("a", "b", "max abs delta", "first", "last", "rms", "top-1", "max abs b")
-# Of the page, with the original weights: by (a, b), where "ours" is candle 0.11.0 on the page and the port here.
+# Of the page, with the original weights: by (a, b), where "ours" is candle 0.11.0 on the page and the engine judged here.
 PAGE = {
     ("theirs cached", "theirs full"): "8.01e-05",
     ("ours cached", "ours nocache"): "6.25e-05",
@@ -24,7 +23,6 @@ PAGE = {
     ("theirs chunked", "theirs cached"): "4.67e-05 (first)",
     ("ours chunked", "ours cached"): "2.91e-05",
 }
-_UNSAID = ("generated",)  # stands under Tokens
 _MOST_IDS = 64
 WORDS = (
     ("the page", "the article on KV caches in transformers and candle whose experiments this project repeats"),
@@ -33,7 +31,7 @@ WORDS = (
     ("prefixes", "no cache, the growing prefix at every step (the page's *nocache*)"),
     ("chunked", "the prompt in several calls, then single tokens"),
     ("noise floor", "how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position"),
-    ("algebra", "the port in float64 against the truth, where there is no noise"),
+    ("algebra", "the engine in float64 against the truth, where there is no noise"),
     ("sigma", "rms error over all positions, in noise floors; correct engines read about 1"),
     ("worst position, peak", "the worst position's rms, and the largest single logit's error, in their floors"),
     ("shift", "a common offset of all logits of a position, which sigma leaves out, in its floor"),
@@ -63,16 +61,18 @@ class Continuation:
 def side(meta: Meta) -> Side:
     """Of a trace."""
     version, blas = meta.environment.get("mlx"), str(meta.environment.get("blas", "")).split(" (")[0]
-    engine = f"mlx {version}" if version else f"{meta.engine} {meta.engine_version}".strip()
-    first = [("engine", f"{meta.engine} {meta.engine_version}".strip()), ("device", meta.device), ("dtype", meta.dtype)]
-    return Side(meta.engine, f"{engine} {meta.device}" + (f" ({blas})" if blas else ""), (*first, *_rows(meta.environment)))
+    named = f"{meta.engine} {meta.engine_version}".strip()
+    # The port is part of this program; whose Llama else runs on MLX must be said.
+    engine = named if not version else f"mlx {version}" if meta.engine.startswith("mlxkv") else f"{named}, mlx {version}"
+    first = [("engine", named), ("device", meta.device), ("dtype", meta.dtype)]
+    return Side(meta.engine, f"{engine} {meta.device}" + (f" ({blas})" if blas else ""), (*first, *environment_rows(meta.environment)))
 
 
 def oracle_side(manifest: Manifest) -> Side:
     """Of an oracle folder."""
     version = manifest.environment.get("torch")
     first = [("engine", "transformers and strict float64 truth"), ("device", "cpu"), ("dtype", manifest.dtype)]
-    rows = [(k, v) for k, v in _rows(manifest.environment) if k not in ("device", "dtype", "engine")]
+    rows = [(k, v) for k, v in environment_rows(manifest.environment) if k not in ("device", "dtype", "engine")]
     return Side("oracle", f"torch {version}" if version else "transformers", (*first, *rows))
 
 
@@ -93,6 +93,12 @@ def sentence(verdict: Verdict) -> str:
     return f"{line}; first wrong position {first.position}{token} (plan {first.plan}, {first.gate}{layer})"
 
 
+def cause(verdict: Verdict) -> str | None:
+    """The usual mistake that explains the difference, in one line."""
+    found = verdict.cause
+    return f"looks like {found.words} (sigma {found.sigma:.2f} against a truth with that mistake)" if found else None
+
+
 def console_report(verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, Side], report: str | None = None) -> str:
     """What `compare` prints. `report` is where the Markdown went."""
     n, shown = len(manifest.tokens), clip(_prompt(manifest), 42)
@@ -111,7 +117,10 @@ def console_report(verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, S
     lines += [f"cannot tell: {reason}" if verdict.outcome != "differ" else f"also: {reason}" for reason in verdict.reasons]
     lines += [f"note: {note}" for note in verdict.notes]
     lines += [f"hint: {verdict.hint}"] if verdict.hint else []
-    lines.append("cannot tell" if verdict.outcome == "cannot tell" and verdict.reasons else sentence(verdict))
+    lines += [f"cause: {cause(verdict)}"] if verdict.cause else []
+    # The port is part of this program; whose verdict else this is must be said.
+    whose = "" if ours.startswith("mlxkv") else f"{ours}: "
+    lines.append(whose + ("cannot tell" if verdict.outcome == "cannot tell" and verdict.reasons else sentence(verdict)))
     if report is not None:
         lines[-1:] = [f"{lines[-1]}    report: {report}"] if verdict.outcome != "differ" else [lines[-1], f"report: {report}"]
     return "\n".join(lines) + "\n"
@@ -135,12 +144,12 @@ def compare_report(
     """
     parts = [
         [f"# {verdict.subject.engine} against transformers: {_model(manifest)}, {manifest.dtype}", "", f"**{sentence(verdict)}**"],
-        [f"- {line}" for line in (*verdict.reasons, *verdict.notes, verdict.hint) if line],
+        [f"- {line}" for line in (cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint) if line],
         _gates(verdict),
         _pair_section("Cached against uncached", "Table 3 of the page", verdict.tables.cached, verdict, page),
         _pair_section("Chunked prefill", "Table 4 of the page", verdict.tables.chunked, verdict, page),
         _pair_section("Three engines", "The same rows", tuple(third), verdict, False),
-        [f"By the same gates {other.subject.engine}: **{sentence(other)}**."] if other else [],
+        _other(other),
         _tokens(manifest, continuation),
         ["## Error by position", "", f"![rms error of each plan, position by position, beside the noise floor]({svg})"] if svg else [],
         _figures(verdict.figures),
@@ -150,6 +159,12 @@ def compare_report(
         ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _other(other: Verdict | None) -> list[str]:
+    if other is None:
+        return []
+    return [f"By the same gates {other.subject.engine}: **{sentence(other)}**." + (f" It {cause(other)}." if other.cause else "")]
 
 
 def _gates(verdict: Verdict) -> list[str]:
@@ -220,10 +235,7 @@ def _figures(figures: Sequence[Figures]) -> list[str]:
 
 
 def _environment(sides: Sequence[Side]) -> list[str]:
-    names = list(dict.fromkeys(name for one in sides for name, _ in one.rows))
-    values = [dict(one.rows) for one in sides]
-    rows = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
-    return ["## Environment", "", *markdown_table(("", *(one.title for one in sides)), rows, left=set(range(len(sides) + 1)))]
+    return ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])]
 
 
 def _inputs(manifest: Manifest) -> list[str]:
@@ -259,17 +271,3 @@ def _prompt(manifest: Manifest) -> str:
 def _ids(ids: Sequence[int]) -> str:
     shown = " ".join(map(str, ids[:_MOST_IDS]))
     return shown if len(ids) <= _MOST_IDS else f"{shown} ... ({len(ids)} in all)"
-
-
-def _rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k}={_value(v)}" for k, v in sorted(value.items())) or "none"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _cell(value: str) -> str:
-    return " ".join(value.split()).replace("|", "\\|")

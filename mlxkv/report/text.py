@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlxkv.judge.result import Gate
 
 Row = Sequence[str]
+_UNSAID = ("generated",)  # stands under Tokens
 
 
 def quoted(text: str) -> str:
@@ -92,6 +94,34 @@ def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[st
     rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     lines = [[c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))] for r in [head, rule, *rows]]
     return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Names and values of what a run depends on, as text."""
+    return tuple((name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID)
+
+
+def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Several runs' surroundings, side by side."""
+    return side_by_side([(name, environment_rows(one)) for name, one in environments.items()])
+
+
+def side_by_side(sides: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[str]:
+    """A Markdown table of named values, a column for each side."""
+    names = list(dict.fromkeys(name for _, rows in sides for name, _ in rows))
+    values = [dict(rows) for _, rows in sides]
+    cells = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
+    return markdown_table(("", *(title for title, _ in sides)), cells, left=set(range(len(sides) + 1)))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}={_value(v)}" for k, v in sorted(value.items())) or "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _cell(value: str) -> str:
+    return " ".join(value.split()).replace("|", "\\|")
 
 
 def _order(a: float, b: float) -> int:

@@ -1,7 +1,17 @@
 """What a KV cache holds: points 1 to 6 of what one must do, with random data and whole values.
 
-The points, by number: 7 to 10, 16 and 19 in test_cache_runs.py, 12 to 15 in test_cache_refusals.py, 17 in
-test_cache_memory.py, 18 and 20, which are the model's, in test_llama.py.
+Where each point is tested; a test of the cache has its point's number in its name:
+
+1 fresh, 2 appends, 3 reset, 4 layers, 5 KV heads, 6 masks: here, test_1_... to test_6_...
+7 continuation, 8 last row, 9 crop, 10 clone, 16 no cache, 19 engagement: test_cache_runs.py, test_7_... to test_19_...
+  (7 also test_llama.py: test_any_split_of_any_sequence_gives_the_same_logits; 10 also test_branches.py)
+11 save and load: test_cache_file.py, test_11_...
+12 the end, 13 failed calls, 14 positions, 15 no tokens, other batches, other weights: test_cache_refusals.py, test_12_... to test_15_...
+  (15, other dtypes: test_llama.py: test_a_cache_of_another_dtype_is_refused_with_both)
+17 no hidden growth: test_cache_memory.py, test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else
+18 causality: test_llama.py: test_a_token_changes_its_own_row_and_none_before_it
+20 token 0: test_llama.py: test_with_one_key_attention_is_its_value_through_o_proj
+all of them in any order: test_cache_properties.py
 """
 
 from __future__ import annotations

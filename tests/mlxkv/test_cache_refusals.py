@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from caches import LAYOUTS, ModelOf, fresh, held, refused, run, same
 
 from mlxkv.port import ops
 from mlxkv.port.cache import CacheError
+from mlxkv.port.weights import load
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -167,3 +169,20 @@ def test_15_another_batch_is_refused_with_both(model_of: ModelOf) -> None:
         assert message == f"cache: batch of {len(tokens)}, expected 2 (that of the tokens held); make a new cache"
     cache.reset()
     assert model([[5]], cache=cache).shape == (1, 40)
+
+
+def test_15_the_weights_of_another_model_are_refused_with_both(model_of: ModelOf, tmp_path: Path) -> None:
+    shape = models.config("gqa")
+    other = load(models.save(tmp_path, shape, models.weights(shape, seed=1)))
+    model, cache = model_of(), fresh(model_of())
+    run(model, cache, [1, 2, 3])
+
+    message = refused(lambda: other([[4]], cache=cache), cache)
+
+    assert model.fingerprint is not None
+    assert other.fingerprint is not None
+    mine, theirs = model.fingerprint[:12], other.fingerprint[:12]
+    assert message == f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+    run(model, cache, [4])
+    cache.reset()
+    assert np.array_equal(run(other, cache, [1, 2]), run(other, fresh(other), [1, 2]))

@@ -223,7 +223,7 @@ controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: diffe
 also: port trace of plan 'chunked': no row for position 9, expected 20 rows
 hint: the first wrong position names the kind: \
 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the mask's offset; later \
-a stale or lost cache row
+a stale or lost cache row; `mlxkv locate` says where
 differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)
 report: r.md
 """
@@ -339,7 +339,7 @@ mlxkv compare --steps 20
 - **prefixes**: no cache, the growing prefix at every step (the page's *nocache*)
 - **chunked**: the prompt in several calls, then single tokens
 - **noise floor**: how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position
-- **algebra**: the port in float64 against the truth, where there is no noise
+- **algebra**: the engine in float64 against the truth, where there is no noise
 - **sigma**: rms error over all positions, in noise floors; correct engines read about 1
 - **worst position, peak**: the worst position's rms, and the largest single logit's error, in their floors
 - **shift**: a common offset of all logits of a position, which sigma leaves out, in its floor

@@ -21,14 +21,17 @@ def test_ci_calls_the_very_test_command_that_readme_names() -> None:
     assert f"{{ {command}; }} || exit 1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_python_example_runs_as_written(folder_of: Callable[[str], Path]) -> None:
+def test_the_python_example_runs_as_written(folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxkv import CacheError
+
+    monkeypatch.chdir(tmp_path)
 
     (code,) = [block for block in blocks("python") if "mlxkv.load" in block]
     code = code.replace("path/to/folder", str(folder_of("gqa")))
     code = re.sub(r"\[\[(\d+(?:, \d+)*)\]\]", lambda m: str([[int(n) % 40 for n in m[1].split(", ")]]), code)
     with pytest.raises(CacheError, match=r"index_pos is 0, expected 5 \(the cache holds 5 tokens\)"):
         exec(code, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["france.safetensors"]
 
 
 def test_the_candle_example_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,11 @@ import pytest
 from caches import refused, run
 
 from mlxkv.engines import port
-from mlxkv.engines.port import longest
 from mlxkv.port.cache import Cache, CacheError
 from mlxkv.port.config import LlamaConfig
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
+from oracle.plan import Call, New, Plan, judged_plans
 
 Array = npt.NDArray[Any]
 
@@ -202,22 +201,6 @@ def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() ->
 
 
 # The engine makes every cache of a plan for the plan's longest sequence.
-
-
-@pytest.mark.parametrize(
-    ("steps", "length"),
-    [
-        ((New("a"), Reset("a")), 1),
-        ((New("a"), Call("a", (1, 2, 3)), Call("a", (4,))), 4),
-        ((New("a", False), Call("a", (1, 2, 3)), Call("a", (1, 2, 3, 4))), 4),
-        ((New("a"), Greedy("a", (1, 2), 0, 5)), 6),
-        ((New("a"), Call("a", (1, 2, 3)), Clone("a", "b"), Call("b", (4, 5))), 5),
-        ((New("a"), Call("a", (1, 2, 3)), Crop("a", 1), Call("a", (4,)), Reset("a"), Call("a", (1,))), 3),
-        ((New("a"), Call("a", (1, 2)), New("a"), Call("a", (1,))), 2),
-    ],
-)
-def test_the_longest_sequence_of_a_plan(steps: Any, length: int) -> None:
-    assert longest(Plan("p", steps)) == length
 
 
 def test_a_plan_that_goes_past_the_model_is_followed_as_far_as_it_goes(made: dict[str, Path]) -> None:

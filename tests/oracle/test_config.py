@@ -14,6 +14,7 @@ from oracle.checkpoint import resolve
 from oracle.config import Config, check_weights, effective, read_config
 from oracle.plan import Refusal
 from oracle.scaling import Dynamic, Linear, Llama3, LongRope, Yarn
+from oracle.trace import TAPS
 
 SCALING = models.LLAMA3
 READ = Llama3(8.0, 1.0, 4.0, 32)
@@ -366,3 +367,7 @@ def test_the_frequencies_that_old_checkpoints_carry_are_ignored(tmp_path):
     tensors = models.tensors_of(config)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = tensors["model.norm.weight"][:6].clone()
     check_weights(read_config(config), resolve(str(models.write(tmp_path / "m", config, tensors))))
+
+
+def test_the_taps_are_those_of_the_trace_format_in_its_order():
+    assert tuple(read_config(models.config_of("gqa")).taps(1)) == TAPS

@@ -52,6 +52,23 @@ def test_a_run_says_what_it_takes_and_prints_the_folder(oracle, model, tmp_path)
         assert (code, json.loads(stdout)["inputs"]) == (0, trace.read_manifest(out).inputs)
 
 
+def test_follow_writes_a_trace_of_each_plan_right_or_not(oracle, model, tmp_path):
+    steps = [{"do": "new", "cache": "a"}, {"do": "call", "cache": "a", "tokens": [5, 6]}]
+    for name, more in (("well", []), ("ill", [{"do": "call", "cache": "a", "tokens": [7], "index_pos": 0}])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"format": "mlxkv-plan/1", "name": name, "steps": steps + more}))
+    given = ["--plan", tmp_path / "well.json", "--plan", tmp_path / "ill.json"]
+    code, stdout, stderr = oracle("follow", model, *given, "--threads", 1, "--out", tmp_path / "out")
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines() == [str(tmp_path / "out" / f"{name}.safetensors") for name in ("well", "ill")]
+    well, ill = (trace.read(tmp_path / "out" / f"{name}.safetensors") for name in ("well", "ill"))
+    assert well.logits.shape == ill.logits.shape == (2, models.VOCAB)
+    assert [o.error for o in well.meta.outcomes] == [None, None]
+    assert ill.meta.outcomes[2].error.startswith("cannot be expressed: index_pos 0 with 2 tokens cached")
+    code, _, stderr = oracle("follow", model, *given[:2], *given[:2], "--out", tmp_path / "twice")
+    assert (code, stderr) == (2, "error: plans: well is the name of more than one, expected one trace a name; rename one\n")
+    assert not (tmp_path / "twice").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -121,9 +121,17 @@ def test_a_second_prompt_without_a_position_goes_on_silently(model):
 def test_without_a_cache_the_context_is_lost(model):
     made = run(model, New("a", use_kv_cache=False), Call("a", PROMPT), Call("a", (9,)), Call("a", (9,), 6))
     alone = run(model, New("a"), Call("a", (9,)))
-    assert made.positions.tolist() == [0, 1, 2, 3, 4, 0]
-    assert np.abs(made.logits[-1] - alone.logits[-1]).max() < NOISE
-    assert made.meta.outcomes[3].error.startswith("cannot be expressed: index_pos 6 with 0 tokens cached")
+    assert made.positions.tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert np.abs(made.logits[-2:] - alone.logits[-1]).max() < NOISE
+
+
+def test_a_first_call_may_stand_anywhere_even_beyond_the_models_positions(model):
+    """RoPE is relative: the logits are those of a start at 0, and the keys are not."""
+    made = run(model, New("a"), Call("a", PROMPT), New("b"), Call("b", PROMPT, 1000), Call("b", (9,), 1005))
+    assert made.meta.outcomes[3].error is None
+    assert np.abs(made.logits[5:] - made.logits[:5]).max() < 20 * NOISE
+    assert np.abs(made.arrays["kv/a/000/keys"] - made.arrays["kv/b/000/keys"]).max() > 0.1
+    assert made.meta.outcomes[4].error.startswith("cannot be expressed: index_pos 1005 with 5 tokens cached")
 
 
 def test_an_id_out_of_the_vocabulary_is_that_steps_error(model):

@@ -1,0 +1,159 @@
+"""mlx-lm's own Llama follows plans and writes traces. `python -m mlxkv.engines.mlx_lm JOB.json` is a process of its own.
+
+`import mlx_lm` imports transformers, and that imports torch where it is installed: never beside anything else of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxkv.engines.job import Job
+from mlxkv.engines.runner import Array, PlanRunner, host
+from oracle.plan import Plan, Refusal
+from oracle.trace import Meta, write
+
+CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
+
+
+class Runner(PlanRunner):
+    """Follows one plan on mlx-lm's model; `cache` as in a Job. Any error of mlx-lm's ends its step alone."""
+
+    failures = (Exception,)
+
+    def __init__(self, model: Any, plan: Plan, *, cache: str = "KVCache") -> None:
+        super().__init__(plan)
+        self.model = model
+        self.cache = cache
+        self.caches: dict[str, list[Any] | None] = {}
+
+    def new(self, name: str, use_kv_cache: bool) -> None:
+        """A prompt cache, or None where there is to be no cache."""
+        self.caches[name] = prompt_cache(self.model, self.cache) if use_kv_cache else None
+
+    def clone(self, source: str, target: str) -> None:
+        """mlx-lm has no clone; its users copy. An array that is copied shares memory until one side writes."""
+        self.caches[target] = copy.deepcopy(self.caches[source])
+
+    def crop(self, name: str, length: int) -> None:
+        """As its users do: trim what is too much."""
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        cache, held = self.caches[name], self.held(name)
+        if length > held:
+            raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
+        if cache is None:
+            return
+        trimmed = trim_prompt_cache(cache, held - length)
+        if trimmed != held - length:
+            raise Refusal(f"cannot be expressed: trim_prompt_cache trimmed {trimmed} of {held - length} tokens from a {self.cache}")
+
+    def reset(self, name: str) -> None:
+        """mlx-lm has no reset; its users take a new cache."""
+        self.new(name, self.caches[name] is not None)
+
+    def held(self, name: str) -> int:
+        """The position that mlx-lm gives to the next token."""
+        cache = self.caches[name]
+        return 0 if cache is None else int(cache[0].offset)
+
+    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
+        """(L, V), or (1, V). mlx-lm computes every position's logits either way."""
+        import mlx.core as mx
+
+        held = self.held(name)
+        if index_pos not in (None, held):
+            raise Refusal(
+                f"cannot be expressed: index_pos {index_pos} with {held} tokens cached, as mlx-lm takes the position from its cache"
+            )
+        logits = self.model(mx.array([tokens]), cache=self.caches[name])[0]
+        return host(logits if self.plan.rows == "all" else logits[-1:])
+
+    def nothing(self) -> Array:
+        """(0, V)"""
+        return np.zeros((0, self.model.args.vocab_size), np.float32)
+
+    def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
+        """The part of each cache's state that is in use; a full RotatingKVCache has its rows in the order of its ring."""
+        for name, cache in self.caches.items():
+            for i, layer in enumerate(cache or []):
+                if not layer.empty():
+                    keys, values = layer.state[:2]
+                    yield name, i, keys[0, :, : layer.offset], values[0, :, : layer.offset]
+
+
+def prompt_cache(model: Any, kind: str) -> list[Any]:
+    """mlx-lm's cache for every layer: its own choice for "KVCache", else of the class named."""
+    name, colon, size = kind.partition(":")
+    if name not in CACHES or not (size.isdecimal() if name == "RotatingKVCache" else not colon):
+        raise Refusal(f"cache: {kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE")
+    from mlx_lm.models import cache
+
+    if name == "KVCache":
+        return list(cache.make_prompt_cache(model))
+    if name == "ConcatenateKVCache":
+        return [cache.ConcatenateKVCache() for _ in model.layers]
+    # make_prompt_cache drops its max_kv_size for a model that makes its own caches, as Llama does. 4 is what it keeps for others.
+    return [cache.RotatingKVCache(max_size=int(size), keep=4) for _ in model.layers]
+
+
+def load(folder: str, dtype: str) -> Any:
+    """mlx-lm's model of the folder, as its own loader reads it, in `dtype`."""
+    import mlx.core as mx
+
+    from mlxkv.port.ops import dtype_of
+
+    try:
+        from mlx_lm.utils import load_model
+    except ImportError as error:
+        raise Refusal(f"mlx-lm cannot be imported ({' '.join(str(error).split())}): pip install 'mlxkv[port]'") from error
+    try:
+        model, _ = load_model(Path(folder))
+    except Exception as error:  # whatever its code for some architecture raises
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise Refusal(f"{folder}: mlx-lm cannot load it ({why}); judge another model or engine") from error
+    model.set_dtype(dtype_of(dtype))
+    mx.eval(model.parameters())
+    return model
+
+
+def follow(job: Job) -> None:
+    """Loads the job's model once and writes one trace per plan."""
+    from mlxkv import runtime
+    from mlxkv.progress import bar
+
+    environment = runtime.prepare(job.device, threads=job.threads)
+    from oracle.checkpoint import resolve
+
+    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
+    versions = {name: runtime.version(name) for name in ("mlx-lm", "transformers")}
+    model = load(str(checkpoint.folder), job.dtype)
+    meta = Meta(
+        plan=job.plans[0],
+        engine="mlx-lm",
+        engine_version=runtime.version("mlx-lm"),
+        dtype=job.dtype,
+        weights_dtype=job.weights_dtype,
+        device=environment["device"],
+        fingerprint=checkpoint.fingerprint,
+        config_digest=checkpoint.config_digest,
+        environment=environment | versions | {"cache": job.cache},
+    )
+    seconds = 0.0
+    with bar(f"mlx-lm ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
+        for plan in job.plans:
+            runner = Runner(model, plan, cache=job.cache).run(advance)
+            seconds += runner.seconds
+            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+    job.report(seconds)
+
+
+if __name__ == "__main__":
+    from mlxkv.engines.job import serve
+
+    serve(follow)

@@ -1,0 +1,252 @@
+"""The steps of `mlxkv pitfalls`: every scenario on every system, each in a process of its own, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxkv import runtime, session
+from mlxkv.engines import job, oracle
+from mlxkv.judge import behaviour
+from mlxkv.judge.behaviour import Right, Seen
+from mlxkv.judge.case import read_case
+from mlxkv.judge.result import plain
+from mlxkv.progress import say
+from mlxkv.report import pitfalls as pages
+from mlxkv.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting, Talk, scenarios, talks
+from oracle import tokens as tokenizers
+from oracle import trace
+from oracle.checkpoint import Checkpoint, require_llama, resolve
+from oracle.plan import Plan, Refusal
+
+FORMAT = "mlxkv-pitfalls/1"
+PROMPTS = ("The capital of France is", "The capital of Germany is")
+MLX_LM = "mlxkv.engines.mlx_lm"
+CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Two prompts that begin alike, as text or as ids, and how many greedy tokens follow each."""
+
+    model: str | None = None
+    revision: str | None = None
+    prompts: tuple[str, str] | None = None
+    ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    steps: int = 20
+    device: str = "auto"
+
+
+def request(
+    *,
+    prompt: str | None,
+    other_prompt: str | None,
+    tokens: tuple[int, ...] | None,
+    other_tokens: tuple[int, ...] | None,
+    **rest: Any,
+) -> Request:
+    """From the command line's options."""
+    if (tokens is None) != (other_tokens is None):
+        raise Refusal("--tokens and --other-tokens: one is given, expected both or none")
+    if tokens is not None and other_tokens is not None:
+        if prompt is not None or other_prompt is not None:
+            raise Refusal("--prompt and --tokens: expected text or ids; leave one kind out")
+        return Request(ids=(tokens, other_tokens), **rest)
+    return Request(prompts=(prompt or PROMPTS[0], other_prompt or PROMPTS[1]), **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What every system made of every scenario, by scenario and system; `comparable` with the page's values."""
+
+    checkpoint: Checkpoint
+    setting: Setting
+    scenarios: tuple[Scenario, ...]
+    seen: dict[tuple[str, str], Seen]
+    rights: dict[str, Right]
+    environments: dict[str, dict[str, Any]]
+    branches: dict[str, Any]
+    comparable: bool
+
+    @property
+    def surprises(self) -> list[tuple[str, str]]:
+        """Where a system did not behave as documented."""
+        return [key for key, seen in self.seen.items() if not seen.documented]
+
+    @property
+    def exit_code(self) -> int:
+        """0 when all behaved as documented, 1 when one did not."""
+        return 1 if self.surprises else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """`mlxkv-pitfalls/1`"""
+        systems = {name: {who: asdict(seen) for (of, who), seen in self.seen.items() if of == name} for name in self._names}
+        value = {
+            "format": FORMAT,
+            "model": {"name": self.checkpoint.name, "source": self.checkpoint.source, "fingerprint": self.checkpoint.fingerprint},
+            "prompts": {name: {"ids": right.prompt, "generated": right.tokens} for name, right in self.rights.items()},
+            "scenarios": [{"name": s.name, "what": s.what, "systems": systems[s.name], "page": s.page} for s in self.scenarios],
+            "page_comparable": self.comparable,
+            "surprises": self.surprises,
+            "exit_code": self.exit_code,
+            "branches": {k: v for k, v in self.branches.items() if k != "environment"},
+            "environment": self.environments,
+        }
+        return dict(plain(value))
+
+    @property
+    def _names(self) -> list[str]:
+        return [s.name for s in self.scenarios]
+
+
+def report(matrix: Matrix, *, text: Callable[[Sequence[int]], str], commands: Sequence[str]) -> str:
+    """The Markdown of a matrix; `text` turns ids into text."""
+    facts = pages.Facts(
+        model=matrix.checkpoint.name,
+        source=matrix.checkpoint.source,
+        fingerprint=matrix.checkpoint.fingerprint,
+        prompts={name: right.prompt for name, right in matrix.rights.items()},
+        generated={name: right.tokens for name, right in matrix.rights.items()},
+        environments=matrix.environments,
+        branches=matrix.branches,
+        comparable=matrix.comparable,
+    )
+    return pages.report(facts, matrix.scenarios, matrix.seen, text=text, commands=commands)
+
+
+def run(request: Request) -> Matrix:
+    """Asks the oracle for the three talks, runs all systems, and watches."""
+    runtime.require_device(request.device)
+    checkpoint = resolve(request.model, revision=request.revision)
+    require_llama(checkpoint)
+    first, second = _prompts(request, checkpoint)
+    # Refused before the oracle works; what the model answers changes nothing of it.
+    Setting(first, second, (0,) * request.steps, checkpoint.max_positions, request.steps).check()
+    drafts = talks(Setting(first, second, (), checkpoint.max_positions, request.steps))
+    rights = {talk.name: _right(request, checkpoint, talk) for talk in drafts}
+    setting = Setting(first, second, rights["first"].tokens, checkpoint.max_positions, request.steps)
+    made = scenarios(setting)
+    with session.scratch() as room:
+        traces = _traces(request, checkpoint, made, room)
+        seen = _watch(made, traces, rights)
+        environments = {who: t.meta.environment for (_, who), t in traces.items()}
+        branches = _branches(request, checkpoint, room)
+        return Matrix(checkpoint, setting, tuple(made), seen, rights, environments, branches, session.is_original(checkpoint))
+
+
+def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str, Any]:
+    """What branches of one prefix cost in memory: at CONTEXT tokens, or at half of what the model has."""
+    context, out = min(CONTEXT, checkpoint.max_positions // 2), room / "branches.json"
+    say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
+    arguments = [str(checkpoint.folder), str(out), "--context", str(context), "--device", request.device]
+    job.start(["mlxkv.engines.branches", *arguments])
+    return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+def _prompts(request: Request, checkpoint: Checkpoint) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if request.ids is not None:
+        first, second = request.ids
+    else:
+        tokenizer = tokenizers.load(checkpoint.folder)
+        if tokenizer is None:
+            raise Refusal(
+                f"{checkpoint.folder}: no tokenizer.json, expected one for prompts of text; give ids with --tokens and --other-tokens"
+            )
+        first, second = (tuple(tokenizer.encode(text)) for text in request.prompts or PROMPTS)
+    for ids in (first, second):
+        tokenizers.check_ids(list(ids), vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions)
+    longest = len(first) + len(second) + 2 * request.steps
+    if longest > checkpoint.max_positions:
+        raise Refusal(
+            f"--steps {request.steps}: both prompts and their answers take {longest} positions, "
+            f"expected at most {checkpoint.max_positions} (max_position_embeddings); take fewer steps or shorter prompts"
+        )
+    return first, second
+
+
+def _right(request: Request, checkpoint: Checkpoint, talk: Talk) -> Right:
+    texts = dict(zip(("first", "second"), request.prompts or PROMPTS, strict=True)) if request.ids is None else {}
+    question = oracle.Question(
+        checkpoint=checkpoint,
+        prompt=texts.get(talk.name),
+        tokens=talk.prompt,
+        prompt_tokens=len(talk.prompt),
+        steps=request.steps,
+        chunks=None,
+        dtype="float32",
+        threads=os.cpu_count() or 1,
+    )
+    say(f"oracle: the truth of {len(talk.prompt)} tokens and {request.steps} steps on {checkpoint.name}")
+    case = read_case(oracle.ask(question).folder)
+    generated = case.manifest.environment.get("generated")
+    if not isinstance(generated, list) or len(generated) != request.steps:
+        raise Refusal(f"manifest.json: {request.steps} generated tokens expected, found {generated!r}; run again with --fresh")
+    return behaviour.right(case, generated)
+
+
+def _traces(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: Path) -> dict[tuple[str, str], trace.Trace]:
+    """By scenario and system; transformers' process runs beside the others."""
+    jobs = _jobs(request, checkpoint, made, room)
+    asked = {s.name: plan for s in made if isinstance(plan := s.plans["T"], Plan)}
+    with ExitStack() as stack:
+        other = stack.enter_context(_transformers(checkpoint, asked, room / "T"))
+        for (system, _), (module, one) in jobs.items():
+            say(f"{SYSTEMS.get(system, system)}: {len(one.plans)} scenarios")
+            with one.begin(module) as process:
+                one.end(process)
+        other.wait()
+    found = {(name, "T"): trace.read(room / "T" / f"{name}.safetensors") for name in asked}
+    return found | {(plan.name, system): trace.read(one.trace(plan)) for (system, _), (_, one) in jobs.items() for plan in one.plans}
+
+
+def _jobs(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: Path) -> dict[tuple[str, str], tuple[str, job.Job]]:
+    """By system and cache dtype: the engine's module and its job."""
+    jobs: dict[tuple[str, str], tuple[str, job.Job]] = {}
+
+    def add(system: str, module: str, chosen: list[Scenario], plans: list[Plan], **options: Any) -> None:
+        dtype = chosen[0].cache_dtype or "" if chosen else ""
+        out = room / f"{system}{dtype}"
+        out.mkdir()
+        one = job.Job(str(checkpoint.folder), tuple(plans), out, "float32", "float32", request.device, **options)
+        jobs[system, dtype] = module, one
+
+    for system, guarded in (("C", False), ("G", True)):
+        for other_dtype in (False, True):
+            chosen = [s for s in made if bool(s.cache_dtype) == other_dtype]
+            plans = [p for s in chosen if isinstance(p := s.plans[system], Plan)]
+            add(system, session.PORT, chosen, plans, guarded=guarded, cache_dtype=chosen[0].cache_dtype, masks=True)
+    plans = [p for s in made if isinstance(p := s.plans["L"], Plan)]
+    add("L", MLX_LM, [], plans)
+    for cache, asked in zip(OTHER_CACHES, ("ConcatenateKVCache", f"RotatingKVCache:{checkpoint.max_positions}"), strict=True):
+        add(cache, MLX_LM, [], [p for s in made if cache in s.others and isinstance(p := s.plans["L"], Plan)], cache=asked)
+    return jobs
+
+
+def _transformers(checkpoint: Checkpoint, plans: dict[str, Plan], out: Path) -> job.Process:
+    oracle.require_torch()
+    out.mkdir()
+    arguments = ["oracle", "follow", checkpoint.source, "--out", str(out)]
+    if checkpoint.revision:
+        arguments += ["--revision", checkpoint.revision]
+    for name, plan in plans.items():
+        path = out / f"{name}.json"
+        trace.write_text(path, json.dumps(plan.to_json()))
+        arguments += ["--plan", str(path)]
+    return job.Process(arguments, stderr=out / "stderr.txt")
+
+
+def _watch(made: list[Scenario], traces: dict[tuple[str, str], trace.Trace], rights: dict[str, Right]) -> dict[tuple[str, str], Seen]:
+    seen = {}
+    for scenario in made:
+        for system, expected in (*scenario.expected.items(), *scenario.others.items()):
+            plan = scenario.plans[system] if system in scenario.expected else scenario.plans["L"]
+            if isinstance(plan, str):
+                seen[scenario.name, system] = Seen(NO, expected, reason=plan)
+            else:
+                seen[scenario.name, system] = behaviour.watch(scenario, expected, traces[scenario.name, system], rights)
+    return seen

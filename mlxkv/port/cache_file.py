@@ -1,0 +1,239 @@
+"""A cache in a file: the rows held, and everything that they depend on, so that a file is never gone on with by mistake.
+
+One safetensors file: `<layer 000>/keys|values` [B, K, S, D] in the cache's own dtype, and one metadata key, `mlxkv`, holding
+sorted JSON: length, batch, dtype, use_kv_cache, guarded, the weights' fingerprint, the whole config with its RoPE, a sha256
+of the RoPE tables, and a sha256 of all of these and the rows. Equal caches make equal bytes. The header follows from the
+metadata alone, so that a reader accepts exactly what a writer wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from mlxkv.port.cache import Cache, CacheError, Layer, shown
+from mlxkv.port.ops import DTYPES, name_of
+from oracle.trace import atomic
+
+if TYPE_CHECKING:
+    from mlxkv.port.llama import Llama
+
+FORMAT = "mlxkv-cache/1"
+
+_STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# numpy has no bfloat16, and bits are all that is to be carried.
+_BITS = {8: (np.uint64, mx.uint64), 4: (np.uint32, mx.uint32), 2: (np.uint16, mx.uint16)}
+_MOST_HEADER = 2**26
+_REMEDIES = {
+    "format": "it was written by another version: fill a new cache",
+    "dtype": "load the model with the file's dtype, or fill a new cache",
+    # The host's sine and cosine may differ in the last bit from another machine's.
+    "rope_tables": "the same config makes other angles here: fill a new cache",
+}
+_REMEDY = "load the model that filled it, or fill a new cache"
+_DAMAGED = "save or copy it again"
+
+
+def save(cache: Cache, path: Path) -> None:
+    """Writes `cache`; an earlier file of that name stays whole until the new one is."""
+    _check(cache)
+    meta = _made_of(cache, cache.fingerprint if len(cache) else None) | {
+        "length": len(cache),
+        "batch": cache.layers[0].batch or 0,
+        "use_kv_cache": cache.use_kv_cache,
+        "guarded": cache.guarded,
+    }
+    with atomic(path) as part, part.open("wb") as file, _device(cache.dtype):
+        file.write(_header(meta | {"sha256": "0" * 64}))
+        digest = _digest(meta)
+        for name, rows in _rows(cache):
+            if not mx.all(mx.isfinite(rows)).item():
+                raise CacheError(f"cache: {name} of {len(cache)} tokens holds nan or inf, expected finite rows; fill a new cache")
+            data = _bytes_of(rows)
+            digest.update(data)
+            file.write(data)
+        # The header's length does not depend on the digest, which is known only now.
+        file.seek(0)
+        file.write(_header(meta | {"sha256": digest.hexdigest()}))
+
+
+def load(path: Path, model: Llama) -> Cache:
+    """The cache in a file, once every field is known to be the model's and every byte to be as it was written."""
+    try:
+        with path.open("rb") as file, _device(model.dtype):
+            meta = _read_meta(file, path)
+            cache = Cache(model.config, dtype=model.dtype, max_length=_max_length(meta, model, path))
+            _compare(meta, _made_of(cache, model.fingerprint), path)
+            cache.use_kv_cache, cache.guarded, cache.fingerprint = meta["use_kv_cache"], meta["guarded"], meta["fingerprint"]
+            cache.restore(_read_layers(file, meta, cache, path))
+    except OSError as error:
+        raise CacheError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    return cache
+
+
+def _check(cache: Cache) -> None:
+    lengths = sorted({layer.length for layer in cache.layers})
+    if len(lengths) > 1:
+        raise CacheError(f"cache: its layers hold {lengths[0]} to {lengths[-1]} tokens, expected one length; reset it")
+    if len(cache) and cache.fingerprint is None:
+        raise CacheError("cache: the weights of its rows are not known, expected those of one model; fill it with a model from mlxkv.load")
+
+
+def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
+    """What the rows depend on, by the names in the metadata."""
+    config = json.loads(json.dumps(asdict(cache.config)))
+    # What is said of a config, and not what is computed from it.
+    del config["notes"], config["defaults"]
+    tables = hashlib.sha256()
+    with _device(cache.dtype):
+        for table in (cache.cos, cache.sin):
+            tables.update(_bytes_of(table))
+    made = {"format": FORMAT, "fingerprint": fingerprint, "dtype": name_of(cache.dtype), "config": config}
+    return made | {"max_length": cache.max_length, "rope_tables": tables.hexdigest()}
+
+
+def _rows(cache: Cache) -> Iterator[tuple[str, mx.array]]:
+    for i, layer in enumerate(cache.layers):
+        if layer.keys is not None and layer.values is not None:
+            yield f"layer {i} keys", layer.keys
+            yield f"layer {i} values", layer.values
+
+
+def _header(meta: Mapping[str, Any]) -> bytes:
+    """The file's first bytes, which say where each layer's rows lie."""
+    shape, size = _sizes(meta)
+    names = [f"{i:03d}/{part}" for i in range(meta["config"]["num_hidden_layers"]) for part in ("keys", "values")] if size else []
+    kind = _STORED[meta["dtype"]]
+    tensors = {n: {"dtype": kind, "shape": shape, "data_offsets": [size * i, size * (i + 1)]} for i, n in enumerate(names)}
+    text = json.dumps({"__metadata__": {"mlxkv": _sorted_json(meta)}, **tensors}, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """[B, K, S, D] of a layer's keys, and their bytes."""
+    shape = (meta["batch"], meta["config"]["num_key_value_heads"], meta["length"], meta["config"]["head_dim"])
+    return shape, math.prod(shape) * DTYPES[meta["dtype"]].size
+
+
+def _read_meta(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """The metadata, of which nothing is known but that it is a JSON object."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
+        meta = json.loads(json.loads(text)["__metadata__"]["mlxkv"])
+        if not isinstance(meta, dict):
+            raise ValueError(f"metadata is a {type(meta).__name__}")
+        _flat(meta)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = " ".join(str(error).split())[:160] or type(error).__name__
+        raise CacheError(f"{path}: not a whole {FORMAT} file ({why}); {_DAMAGED}") from error
+    return meta
+
+
+def _max_length(meta: Mapping[str, Any], model: Llama, path: Path) -> int | None:
+    """How long the file's sequence may become, which the model leaves open; None where the file is to be refused anyway."""
+    if meta.get("format") != FORMAT:
+        return None
+    length, most = meta.get("max_length"), model.config.max_position_embeddings
+    if type(length) is not int or not 1 <= length <= most:
+        raise CacheError(f"{path}: max_length is {_told('max_length', length)}, expected 1 to {most}; {_DAMAGED}")
+    return length
+
+
+def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
+    """Refuses the first field that is not the model's, then one that no cache has."""
+    found = _flat(meta)
+    for key, value in _flat(expected).items():
+        theirs = found.get(key, ...)
+        if key == "fingerprint" and meta.get("length") == 0 and theirs is None:
+            continue
+        if type(theirs) is not type(value) or theirs != value:
+            remedy = _REMEDIES.get(key, _REMEDY)
+            raise CacheError(f"{path}: {key} is {_told(key, theirs)}, expected {_told(key, value)} as the model's; {remedy}")
+    rest = {"length": int, "batch": int, "use_kv_cache": bool, "guarded": bool, "sha256": str}
+    for key in sorted(set(found) ^ {*_flat(expected), *rest}):
+        raise CacheError(f"{path}: {key} is {'not known' if key in found else 'missing'}, expected the fields of {FORMAT}; {_DAMAGED}")
+    for key, kind in rest.items():
+        if type(meta[key]) is not kind:
+            raise CacheError(f"{path}: {key} is {meta[key]!r:.120}, expected {kind.__name__}; {_DAMAGED}")
+    length, batch, most = meta["length"], meta["batch"], expected["max_length"]
+    if not 0 <= length <= most or (batch < 1 if length else batch != 0):
+        sizes = f"length is {length} and batch {batch}"
+        raise CacheError(f"{path}: {sizes}, expected 0 to {most} tokens and a batch where there are any; {_DAMAGED}")
+
+
+def _read_layers(file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path) -> tuple[Layer, ...]:
+    """The rows, which must be all that the file holds and have the digest that it names."""
+    header, (shape, size) = _header(meta), _sizes(meta)
+    whole = len(header) + 2 * len(cache.layers) * size
+    found = file.seek(0, 2)
+    if found != whole:
+        raise CacheError(f"{path}: has {found} bytes, expected {whole} for {meta['length']} tokens; {_DAMAGED}")
+    file.seek(0)
+    if file.read(len(header)) != header:
+        sizes = f"length {meta['length']} and batch {meta['batch']}"
+        raise CacheError(f"{path}: its table of rows is another than {sizes} make, expected that one; {_DAMAGED}")
+    claimed = meta.pop("sha256")
+    digest, layers = _digest(meta), [Layer()] * len(cache.layers)
+    for i in range(len(layers) if size else 0):
+        keys, values = file.read(size), file.read(size)
+        digest.update(keys)
+        digest.update(values)
+        # As a call appends them: buffers of another shape could take another way through a product.
+        layers[i] = layers[i].append(_array(keys, cache.dtype, shape), _array(values, cache.dtype, shape))
+        mx.eval(layers[i].buffers)
+    if digest.hexdigest() != claimed:
+        raise CacheError(f"{path}: sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says; it was changed: {_DAMAGED}")
+    for i, layer in enumerate(layers):
+        if layer.buffers is not None and not all(mx.all(mx.isfinite(b)).item() for b in layer.buffers):
+            raise CacheError(f"{path}: layer {i} holds nan or inf, expected finite {meta['dtype']} rows; fill a new cache")
+    return tuple(layers)
+
+
+def _digest(meta: Mapping[str, Any]) -> Any:
+    """The sha256 of all metadata but itself, ready for the rows."""
+    return hashlib.sha256(_sorted_json(meta).encode())
+
+
+def _bytes_of(array: mx.array) -> bytes:
+    return np.array(array.view(_BITS[array.dtype.size][1])).tobytes()
+
+
+def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
+    return mx.array(np.frombuffer(data, _BITS[dtype.size][0]).reshape(shape)).view(dtype)
+
+
+def _device(dtype: mx.Dtype) -> AbstractContextManager[None]:
+    # MLX has float64 on the CPU only.
+    device: AbstractContextManager[None] = mx.stream(mx.cpu if dtype == mx.float64 else mx.default_device())
+    return device
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
+    found: dict[str, Any] = {}
+    for key, entry in value.items():
+        found |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
+    return found
+
+
+def _told(key: str, value: Any) -> str:
+    if value is ...:
+        return "missing"
+    if isinstance(value, str) and key in ("fingerprint", "rope_tables"):
+        return shown(value)
+    return f"{value!r:.120}"
+
+
+def _sorted_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

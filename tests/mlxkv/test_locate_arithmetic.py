@@ -1,0 +1,153 @@
+"""Without lane A: the layer from the cache in noise floors, and patterns over positions. No model: see synthetic.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import NOISE, Array, changed, make_candidates, make_case
+
+from mlxkv.judge import hints, locate
+from mlxkv.judge.locate import Located, layer_of
+from mlxkv.judge.taps import Layer
+from mlxkv.judge.verdict import judge
+from oracle.trace import Meta, Trace
+
+CASE = make_case()
+RUNS = make_candidates(CASE)
+
+
+def look(runs: Mapping[str, Trace], **more: Any) -> Located:
+    return locate.locate(CASE, judge(CASE, runs), arithmetic=runs, **more)
+
+
+def noisier(trace: Trace, name: str, size: float, at: slice = slice(None)) -> Trace:
+    rng = np.random.default_rng(5)
+
+    def change(a: Array) -> Array:
+        a[at] += (size * rng.standard_normal(a[at].shape)).astype(np.float32)
+        return a
+
+    return changed(trace, name, change)
+
+
+def test_a_right_engine_without_lane_a_is_left_in_peace() -> None:
+    found = look(RUNS)
+    assert (found.outcome, found.exit_code, found.rows, found.hint) == ("nothing", 0, (), None)
+
+
+def test_a_verdict_that_cannot_be_told_gives_its_reasons() -> None:
+    found = look({})
+    assert (found.outcome, found.exit_code) == ("cannot tell", 2)
+    assert found.reasons[0].startswith("candidate: nothing to compare")
+
+
+def test_a_layer_whose_keys_are_all_noisier_is_found_with_its_worst_head() -> None:
+    step = noisier(RUNS["step"], "kv/a/001/keys", 100 * NOISE["float32"], at=slice(1, 2))
+    found = look(RUNS | {"step": step}, cause="rope_theta 10000")
+    assert (found.outcome, found.plan, found.layer, found.tap, found.head) == ("located", "step", 1, "keys", 1)
+    assert found.cause == "rope_theta 10000"
+    assert found.hint is not None
+    assert found.hint.startswith("in layer 1 or behind the keys and values of layer 0")
+    assert found.strip is not None
+    assert found.strip.unit == "keys and values, rms error in noise floors"
+
+
+def test_one_stale_row_is_found_though_every_median_is_right() -> None:
+    def stale(a: Array) -> Array:
+        a[0, 9] = a[0, 8]
+        return a
+
+    found = look(RUNS | {"step": changed(RUNS["step"], "kv/a/001/values", stale)})
+    assert (found.position, found.layer, found.tap, found.head) == (9, 1, "values", 0)
+    assert found.hint == "the cache: row 9 of its values in layer 1, head 0"
+
+
+def test_logits_alone_wrong_point_behind_the_cache() -> None:
+    wrong = {name: changed(t, "logits", lambda a: a * np.float32(1.001)) for name, t in RUNS.items()}
+    found = look(wrong)
+    assert (found.position, found.kind, found.layer) == (0, "a scale, an eps or weights", None)
+    assert found.hint == "the cache is within the noise in every layer: behind the last layer's keys and values, or the head"
+
+
+def test_without_a_cache_the_position_must_do() -> None:
+    rest = {k: v for k, v in RUNS["full"].arrays.items() if not k.startswith("kv/")}
+    full = noisier(replace(RUNS["full"], arrays=rest), "logits", 0.01, at=slice(1, None))
+    found = look({"full": full})
+    assert (found.plan, found.position, found.kind) == ("full", 1, "RoPE or the mask")
+    assert found.hint is not None
+    assert found.hint.endswith("points to RoPE or the mask (no keys and values of plan step to read the layer from)")
+
+
+def test_calls_of_several_tokens_that_are_noisier_are_named() -> None:
+    found = look(RUNS | {"full": noisier(RUNS["full"], "logits", 1e-2)})
+    assert found.hint is not None
+    assert found.hint.startswith("calls of several tokens are noisier than single ones")
+
+
+def test_an_error_that_grows_with_the_position_is_named() -> None:
+    rng = np.random.default_rng(3)
+
+    def grow(a: Array) -> Array:
+        a += (1e-4 * np.arange(len(a))[:, None] ** 2 * rng.standard_normal(a.shape)).astype(np.float32)
+        return a
+
+    found = look({name: changed(t, "logits", grow) for name, t in RUNS.items() if name != "prefixes"})
+    assert found.hint is not None
+    assert found.hint.startswith("the error grows with the position")
+
+
+@pytest.mark.parametrize(("position", "plan", "words"), [
+    (0, "step", "a scale"), (1, "full", "RoPE"), (3, "chunked", "the start of a chunk"), (5, "step", "the first call after the prompt"),
+    (9, "step", "a stale or lost"), (3, "full", "what starts at this position"),
+])  # fmt: skip
+def test_the_first_wrong_position_names_the_kind(position: int, plan: str, words: str) -> None:
+    first = locate.FirstWrong(position, None, plan, "sigma")
+    assert locate.kind(CASE, first).startswith(words)
+
+
+def test_the_first_wrong_layer_is_the_one_that_jumps() -> None:
+    ratios = np.ones((2, 4, 2, 10))
+    assert layer_of(ratios) is None
+    ratios[:, 1] = 3.9  # within the limit
+    ratios[:, 2] = 11.0  # above it, and less than three times the layer before
+    ratios[1, 3, 1] = 40.0
+    assert layer_of(ratios) == (3, "values", 1, None)
+    ratios[0, 0, 0, 7] = np.nan
+    ratios[:, 1:] = 1.0
+    assert layer_of(ratios) == (0, "keys", 0, 7)
+
+
+# Rows of a cache, in float64.
+
+ROWS = np.random.default_rng(0).standard_normal((1, 6, 4))
+
+
+def said(held: Array) -> str:
+    plan = RUNS["step"].meta.plan
+    meta = Meta(plan, "x", "1", "float64")
+    run, truth = (Trace(meta, {"kv/a/000/keys": a, "kv/a/000/values": a}) for a in (held, ROWS))
+    layer = Layer(run, truth, 0)
+    errors = layer.errors("keys")
+    assert errors is not None
+    row = int(np.flatnonzero(~(errors[0] <= hints.EQUAL))[0])
+    return hints.explain(layer, "keys", row, (0,)).removeprefix("the cache: ")
+
+
+def test_what_a_wrong_row_holds_is_said() -> None:
+    def put(row: int, value: Array) -> Array:
+        held = ROWS.copy()
+        held[0, row] = value
+        return held
+
+    assert said(put(3, ROWS[0, 2])) == "row 3 of its keys in layer 0, head 0, is the truth's row 2: stale"
+    lost = "row 2 of its keys in layer 0, head 0, is the truth's row 3: a token was lost or moved before it"
+    assert said(np.delete(ROWS, 2, axis=1)) == lost
+    assert said(ROWS[:, :5]) == "row 5 of its keys in layer 0, head 0, is missing"
+    assert said(put(4, np.zeros(4))) == "row 4 of its keys in layer 0, head 0, is empty"
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert said(put(1, hints.rounded(ROWS[0, 1], dtype))).endswith(f"is rounded to {dtype}")
+    assert said(put(0, ROWS[0, 0] + 1)).endswith("is none of the truth's rows: overwritten, or written for another position")
