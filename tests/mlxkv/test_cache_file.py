@@ -12,7 +12,7 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
-from caches import LAYOUTS, ModelOf, fresh, held, run, same
+from caches import LAYOUTS, ModelOf, fresh, held, refused, run, same
 from safetensors.numpy import load_file
 
 from mlxkv.port import cache_file, rope
@@ -149,6 +149,15 @@ def test_11_settings_come_back(guarded: bool, use_kv_cache: bool, model_of: Mode
     assert len(loaded) == (3 if use_kv_cache else 0)
 
 
+def test_11_a_cache_made_for_a_length_comes_back_with_it(model_of: ModelOf, tmp_path: Path) -> None:
+    model = model_of()
+    cache = filled(model, [1, 2, 3], max_length=5)
+    loaded = Cache.load(saved(cache, tmp_path / "cache.safetensors"), model)
+    assert (loaded.max_length, len(loaded.cos)) == (5, 5)
+    run(model, loaded, [4, 5])
+    assert "is beyond the 5 rows" in refused(lambda: run(model, loaded, [6]), loaded)
+
+
 def test_11_loading_leaves_the_file_and_saving_leaves_the_cache(model_of: ModelOf, tmp_path: Path) -> None:
     model = model_of()
     cache = filled(model, [1, 2, 3])
@@ -182,6 +191,7 @@ def test_11_the_file_is_plain_safetensors_and_says_what_it_holds(model_of: Model
         "dtype": "float32",
         "use_kv_cache": True,
         "guarded": True,
+        "max_length": 64,
         "fingerprint": model.fingerprint,
         "config": {
             "hidden_size": 32,
@@ -200,6 +210,14 @@ def test_11_the_file_is_plain_safetensors_and_says_what_it_holds(model_of: Model
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 1.0,
                 "original_max_position_embeddings": 0,
+                "attention_factor": None,
+                "mscale": None,
+                "mscale_all_dim": None,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": True,
+                "short_factor": [],
+                "long_factor": [],
             },
             "tie_word_embeddings": False,
             "attention_bias": False,

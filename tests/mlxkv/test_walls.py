@@ -22,9 +22,9 @@ WALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mlxkv": (("torch", "transformers", "oracle"), SHARED),
     # The thing under test knows no judge, no engine, no trace; it writes files as they are written.
     "mlxkv/port": (("mlxkv", "oracle"), ("mlxkv.port", "oracle.plan.Refusal", "oracle.checkpoint", "oracle.trace.atomic")),
-    # Judging and reporting work on any machine.
-    "mlxkv/judge": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.judge",)),
-    "mlxkv/report": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.report", "mlxkv.judge")),
+    # Judging and reporting work on any machine. The scenarios are plans and what is known of them: data.
+    "mlxkv/judge": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.judge", "mlxkv.scenarios")),
+    "mlxkv/report": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.report", "mlxkv.judge", "mlxkv.scenarios")),
     "oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
     "tests/oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
     "tests/mlxkv": (("torch", "transformers"), ()),
