@@ -52,7 +52,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`first` is the first position that must be named wrong; `layer` and `taps` where locate must point."""
+    """`first` is the first position that must be named wrong; `layer` and `taps` where locate must point.
+
+    `in_logits` is where logits first change, if that is later: a cache's row is wrong before anybody reads it.
+    """
 
     name: str
     plant: Plant
@@ -60,6 +63,7 @@ class Fault:
     layer: Callable[[Place], int | None]
     taps: tuple[str, ...]
     lanes: str = "AB"
+    in_logits: Callable[[Place], int] | None = None
 
 
 def applies(fault: Fault, c: LlamaConfig) -> bool:
@@ -462,19 +466,19 @@ def _eps(model: Llama, place: Place) -> Iterator[None]:
 FAULTS: tuple[Fault, ...] = (
     Fault("every logit +0.05", logits(lambda x: x + 0.05), _START, _HEAD, ("logits",)),
     Fault("rms_norm_eps a tenth", _eps, _START, _FIRST_LAYER, ("input_norm",)),
-    Fault("cache stored in float16", stored(rounded(mx.float16)), _CUT, _FIRST_LAYER, _SEEN),
+    Fault("cache stored in float16", stored(rounded(mx.float16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT),
     Fault("rope_theta times 0.99", theta(0.99), _SECOND, _FIRST_LAYER, _TURNED),
     Fault("attention scale times 1.001", attribute("self_attn", "scale", lambda x: x * 1.001), _SECOND, _FIRST_LAYER, _SEEN),
-    Fault("one stale key row, last layer", stale("keys", lambda p: p.late), lambda p: p.row, _LATE, ("k_rope", *_SEEN)),
+    Fault("one stale key row, last layer", stale("keys", lambda p: p.late), lambda p: p.row, _LATE, ("keys",)),
     Fault("logits times 1.001", logits(lambda x: x * 1.001), _START, _HEAD, ("logits",)),
     Fault("TF32-like matmul", function(nn.Linear, "__call__", _tf32), _START, _HEAD, (), "B"),
     Fault("cos and sin in bfloat16", function(caches, "_tables", _rounded_tables), _SECOND, _FIRST_LAYER, _TURNED),
-    Fault("cache stored in bfloat16", stored(rounded(mx.bfloat16)), _CUT, _FIRST_LAYER, _SEEN),
+    Fault("cache stored in bfloat16", stored(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT),
     Fault("logits rounded to bfloat16", logits(lambda x: rounded(mx.bfloat16)(None, x)), _START, _HEAD, ("logits",)),
-    Fault("one stale key row, middle layer", stale("keys", lambda p: p.early), lambda p: p.row, _EARLY, ("k_rope", *_SEEN)),
-    Fault("weights through bfloat16", weights(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("input_norm", "q")),
+    Fault("one stale key row, middle layer", stale("keys", lambda p: p.early), lambda p: p.row, _EARLY, ("keys",)),
+    Fault("weights through bfloat16", weights(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("embedding",)),
     Fault("a chunk's positions +1", shifted(lambda start, L: start > 0 and L > 1), _CUT, _FIRST_LAYER, _TURNED),
-    Fault("weights through int8 per row", weights(int8), _START, _FIRST_LAYER, ("input_norm", "q")),
+    Fault("weights through int8 per row", weights(int8), _START, _FIRST_LAYER, ("embedding",)),
     Fault("the mask hides some tokens from themselves", masked(_hides_self), _at(5), _FIRST_LAYER, _SEEN),
     Fault("decode positions +1", shifted(lambda start, L: start > 0 and L == 1), _DECODE, _FIRST_LAYER, _TURNED),
     Fault("the cache lost one token", lost_row, lambda p: p.row + 1, _FIRST_LAYER, _SEEN),
@@ -488,7 +492,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("two layers' weights swapped", swapped_layers, _START, lambda p: p.early - 1, ("input_norm",)),
     Fault("o_proj transposed", one_weight("self_attn.o_proj", lambda w: w.T), _START, _EARLY, ("o_proj",), "ABs"),
     Fault("a norm's weight +1", one_weight("post_attention_layernorm", lambda w: w + 1), _START, _EARLY, ("post_norm",)),
-    Fault("one stale value row, middle layer", stale("values", lambda p: p.early), lambda p: p.row, _EARLY, ("v", "attention")),
+    Fault("one stale value row, middle layer", stale("values", lambda p: p.early), lambda p: p.row, _EARLY, ("values",)),
     Fault("decoding reads the layer before", crossed_layers, _DECODE, _EARLY, _SEEN),
     Fault("angles of the wrong sign", function(caches, "_tables", _negative), _SECOND, _FIRST_LAYER, _TURNED),
     Fault("heads split the wrong way", function(llama.Attention, "_heads", _wrong_split), _START, _FIRST_LAYER, ("q", "k", "v"), "ABm"),

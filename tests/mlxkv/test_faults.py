@@ -46,6 +46,6 @@ def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(fault: Fault, la
         wrong = {plan: rows(model, plan) for plan in right}
     limit = 1e-10 if "A" in fault.lanes else 1e-5
     off = [np.abs(wrong[plan] - right[plan]).max(1) > limit * np.abs(right["full"]).max() for plan in right]
-    assert min(int(np.argmax(o)) for o in off if o.any()) == fault.first(PLACE)
+    assert min(int(np.argmax(o)) for o in off if o.any()) == (fault.in_logits or fault.first)(PLACE)
     for plan, before in right.items():
         assert np.array_equal(rows(model, plan), before)
