@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle import safetensors_file
+from oracle import files, safetensors_file
 from oracle.plan import Refusal
 from oracle.safetensors_file import Progress, Tensor
 
@@ -28,7 +28,13 @@ _DEFAULT_CONFIG = "612802a32bd1f7dc0960e2e8fcd25a1ed1975c4447b7d2ad9672ade9858d6
 _DEFAULT_TOKENIZER = "7e817b447ffba8db398c88c40a7e359a850e2901d680d00d035e7d7b02176ebf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["config.json", "tokenizer.json", safetensors_file.INDEX, "*.safetensors"]
+# Where each way of quantising says so: a key of config.json, or tensors beside (or instead of) a weight.
+_QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")
+_QUANTISED_TENSORS = re.compile(
+    r".*\.(qweight|qzeros|g_idx|scales|weight_scale(_inv)?|weight_packed|SCB|absmax|quant_map|quant_state\..*|weight\.(absmax|quant_map|quant_state\..*))"
+)
 _HUB_OTHERS = ["*/*", "consolidated*"]
+_HUB_SECONDS = 10
 _DAY = 86400
 
 
@@ -85,6 +91,10 @@ def resolve(model: str | None = None, *, revision: str | None = None, progress: 
     tell = progress or (lambda what, done, total: None)
     source = DEFAULT if model is None else os.fspath(model)
     path = Path(os.path.expanduser(source))
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(f"{source!r}: not text ({error.reason}), expected a path in UTF-8, as reports name it; rename it") from error
     is_gguf = path.suffix.lower() == ".gguf"
     is_hub_id = not is_gguf and not os.path.exists(path) and _HUB_ID.fullmatch(source) is not None
     if revision is not None and not is_hub_id:
@@ -112,15 +122,29 @@ def require_llama(checkpoint: Checkpoint) -> None:
 
 def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, revision: str | None = None) -> Checkpoint:
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):
         ggufs = sorted(p.name for p in folder.glob("*.gguf"))
         remedy = f"name the file {folder / ggufs[0]} itself" if ggufs else "give the folder of a Hugging Face checkpoint"
         raise Refusal(f"{folder}: no config.json, expected it beside the safetensors; {remedy}")
     config = safetensors_file.read_object(path)
     tensors = safetensors_file.tensors(folder)
+    _refuse_quantised(path, config, tensors)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     fingerprint = safetensors_file.fingerprint(tensors, cache=_cache("fingerprints"), progress=tell)
     return Checkpoint(folder, source, name, note, revision, config, digest, tensors, fingerprint)
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Stored integers mean nothing without their scales, and each method has its own: named, so that nobody reads them bare."""
+    remedy = "expected plain float weights; give the model's unquantised checkpoint or its GGUF"
+    for key in _QUANTISED_KEYS:
+        if config.get(key) is not None:
+            said = config[key] if isinstance(config[key], dict) else {}
+            method = said.get("quant_method") or said.get("quant_type") or files.shown(config[key])
+            raise Refusal(f"{path}: {key} says {files.shown(method)}, {remedy}")
+    for name, tensor in tensors.items():
+        if _QUANTISED_TENSORS.fullmatch(name) or tensor.dtype.startswith("F8_"):
+            raise Refusal(f"{tensor.file}: {name} ({tensor.dtype}) belongs to quantised weights, {remedy}")
 
 
 def _default(tell: Progress) -> Checkpoint:
@@ -230,9 +254,12 @@ def _hub(model: str, revision: str | None, tell: Progress) -> tuple[Path, str | 
 
 
 def _snapshot(model: str, revision: str | None, *, local_files_only: bool = False) -> Path | Exception:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     try:
+        if not local_files_only:
+            # What snapshot_download asks first has no time limit of its own.
+            HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
         return Path(
             snapshot_download(
                 model,
@@ -240,7 +267,7 @@ def _snapshot(model: str, revision: str | None, *, local_files_only: bool = Fals
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=_HUB_OTHERS,
                 local_files_only=local_files_only,
-                etag_timeout=5,
+                etag_timeout=_HUB_SECONDS,
             )
         )
     except Exception as error:  # the HTTP client's own errors among them, which differ by version
@@ -249,7 +276,7 @@ def _snapshot(model: str, revision: str | None, *, local_files_only: bool = Fals
 
 def _loadable(folder: Path) -> bool:
     try:
-        return (folder / "config.json").exists() and bool(safetensors_file.tensors(folder))
+        return os.path.exists(folder / "config.json") and bool(safetensors_file.tensors(folder))
     except Refusal:
         return False
 

@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _USED = {*_SIZES, *_ROPE, "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"}
-STORED = ("F32", "BF16", "F16", "F64")
+STORED = ("F32", "BF16", "F16")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

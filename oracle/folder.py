@@ -241,11 +241,13 @@ def _replace(part: Path, out: Path, old: Path) -> None:
 
 
 def _check_place(out: Path, *, force: bool) -> None:
-    above = next(path for path in out.parents if path.exists())
+    above = next((path for path in out.parents if os.path.lexists(path)), None)
+    if above is None:
+        raise Refusal(f"{out}: the root of the file system, expected a new folder; choose another")
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise Refusal(f"{out}: cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}; choose another folder")
-    if not out.is_dir():
-        if out.exists() or out.is_symlink():
+    if not os.path.isdir(out):
+        if os.path.lexists(out):
             raise Refusal(f"{out}: exists and is no folder, expected a new one; choose another")
         return
     names = sorted(path.name for path in out.iterdir())
