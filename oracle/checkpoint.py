@@ -18,6 +18,7 @@ from typing import Any
 
 from oracle import files, safetensors_file
 from oracle.plan import Refusal
+from oracle.process import own_folder
 from oracle.safetensors_file import Progress, Tensor
 
 DEFAULT = "default"
@@ -35,7 +36,6 @@ _QUANTISED_TENSORS = re.compile(
 )
 _HUB_OTHERS = ["*/*", "consolidated*"]
 _HUB_SECONDS = 10
-_DAY = 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +205,13 @@ def _cache(part: str) -> Path:
 
 def _converted(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of a converted model; made in a scratch folder beside it and renamed once whole, so never half there."""
-    import shutil
-    import tempfile
-    import time
-
     models = _cache("models")
     folder = models / name
     if folder.is_dir():
         return folder
     try:
-        for old in models.glob(f".{name}.*"):
-            if time.time() - old.stat().st_mtime > _DAY:
-                shutil.rmtree(old, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=models, prefix=f".{name}.") as scratch:
-            made = Path(scratch, "model")
+        with own_folder(models, prefix=f".{name}.") as scratch:
+            made = scratch / "model"
             made.mkdir()
             make(made)
             _move(made, folder)

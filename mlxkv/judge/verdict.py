@@ -302,6 +302,8 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
         notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
     if "chunked" not in case.manifest.plans:
         notes.append("chunked does not apply: a prompt of one token cannot be split")
+    if case.length > 1 and len(set(case.manifest.tokens)) == 1:
+        notes.append("all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones")
     if any(t.meta.fingerprint is None for t in inside.values()):
         notes.append("weights undeclared: the trace does not say of which weights it is")
     if any(t.meta.config_digest not in (None, case.manifest.config_digest) for t in inside.values()):
