@@ -25,12 +25,9 @@ _WIDEST = 2**63
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A regular file's bytes; OSError for anything else, since a pipe or a device could make the reader wait forever."""
-    # Without waiting, so that a pipe can be told by what has been opened.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with os.fdopen(handle, "rb") as file:
+    with path.open("rb") as file:
         yield file
 
 
