@@ -222,3 +222,15 @@ def test_a_cache_path_that_is_no_plain_ascii(tiny: Path, tmp_path: Path) -> None
     done = mlxkv("compare", tiny, "--tokens", "3,7,11", "--steps", "2", "--out", room / "out", env={"MLXKV_CACHE": str(room / "cache")})
     assert done.returncode == 0, done.stderr
     assert (room / "out" / "compare.md").is_file()
+
+
+def test_an_mlx_without_its_backend_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "mlx.core":
+                raise ImportError("libmlx.so: cannot open shared object file: No such file or directory")
+
+    monkeypatch.delitem(sys.modules, "mlx.core")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(Refusal, match=r"mlx is installed without its backend \(libmlx.so: .*\): pip install 'mlxkv\[port\]'"):
+        runtime.require_mlx()

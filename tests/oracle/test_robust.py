@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -410,3 +411,18 @@ def test_a_shape_that_numpy_has_no_array_for_is_refused(tmp_path: Path, shape: o
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
     assert says in refusal(trace.read, path)
+
+
+def test_text_that_is_no_unicode_is_written_as_what_it_is(tmp_path: Path) -> None:
+    trace.write_text(tmp_path / "t.md", os.fsdecode(b"a \xff b"))
+    assert (tmp_path / "t.md").read_text() == "a \\udcff b"
+
+
+def test_every_reported_fault_has_a_test_of_its_kind() -> None:
+    here = Path(__file__).parents[1]
+    rows = [line.split("|") for line in (here / "README.md").read_text(encoding="utf-8").splitlines() if re.match(r"\| \d\d \|", line)]
+    assert [int(row[1]) for row in rows] == list(range(1, 50, 2))
+    known = {name for path in here.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
+    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row[3])}
+    assert named - known == set()
+    assert all("`test_" in row[3] for row in rows)
