@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
 
 
 def main() -> None:
-    """Imports the command line where an interrupt is already caught."""
-    try:
-        from mlxkv import cli
+    """Imports the command line; an interrupt meanwhile ends the process at once, as there is nothing yet to remove."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from mlxkv import cli
 
-        cli.main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    cli.main()
 
 
 if __name__ == "__main__":

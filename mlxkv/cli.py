@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import click
 
+from oracle import process
 from oracle.plan import Refusal
 
 
@@ -277,6 +279,10 @@ def main() -> None:
 
     # What stops this process must let it stop its engines and remove what it has half written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process.end_with_parent()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         sys.exit(cli(standalone_mode=False))
     except (click.exceptions.Abort, KeyboardInterrupt):
@@ -287,6 +293,14 @@ def main() -> None:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     except AlreadySaid:
         pass
+    except MemoryError:
+        print("error: too little memory for this model and sequence; take fewer tokens or another machine", file=sys.stderr)
+    except OSError as error:
+        what = f"{error.filename or 'this system'}: {error.strerror or error}"
+        print(f"error: {' '.join(what.split())}; free some space or name another folder", file=sys.stderr)
     except Exception:
         traceback.print_exc()
+    finally:
+        # Python answers an interrupt on its way out with a traceback too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(2)

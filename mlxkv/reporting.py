@@ -239,6 +239,8 @@ def check(out: Path, *, device: str = "auto") -> list[str]:
     """Makes the reports again in a scratch folder: the differences, one line each; none when they still say the same."""
     from mlxkv import recheck
 
+    if not list(out.glob("*/*/*.json")):
+        raise Refusal(f"{out}: no reports, so there is nothing to check; make them with `mlxkv reports` and commit them")
     with session.scratch() as room:
         write_all(room, device=device)
         made = sorted(path.relative_to(room) for path in room.rglob("*") if path.is_file())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import importlib.metadata
@@ -72,6 +73,9 @@ def require_device(device: str) -> None:
     if device == "gpu":
         mx = require_mlx()
         _choose(mx, device)
+    wanted = os.environ.get("MLXKV_BLAS", "none")
+    if sys.platform == "linux" and wanted not in ("", "none"):
+        _named_blas(wanted, ctypes.RTLD_LOCAL)
 
 
 def require_mlx() -> Any:
@@ -104,16 +108,24 @@ def load_blas() -> str:
     wanted = os.environ.get("MLXKV_BLAS", "")
     if wanted == "none":
         return "reference (from MLX)"
-    candidates = [(wanted, wanted)] if wanted else _found_blas()
-    for name, path in candidates:
-        try:
+    if wanted:
+        _named_blas(wanted, ctypes.RTLD_GLOBAL)
+        return wanted
+    for name, path in _found_blas():
+        with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            if wanted:
-                raise Refusal(f"MLXKV_BLAS: {wanted} cannot be loaded ({error}); give the path of a BLAS library, or none") from error
-            continue
-        return name if wanted else f"{name} ({Path(path).name})"
+            return f"{name} ({Path(path).name})"
     return "reference (from MLX)"
+
+
+def _named_blas(path: str, mode: int) -> None:
+    """Loads the library that MLXKV_BLAS names; refused where it is none, as another one would change nothing and be reported."""
+    try:
+        library = ctypes.CDLL(path, mode=mode)
+    except OSError as error:
+        raise Refusal(f"MLXKV_BLAS: {path} cannot be loaded ({error}); give the path of a BLAS library, or none") from error
+    if not hasattr(library, "cblas_sgemm"):
+        raise Refusal(f"MLXKV_BLAS: {path} has no cblas_sgemm, expected a BLAS library; give the path of one, or none")
 
 
 def _found_blas() -> list[tuple[str, str]]:

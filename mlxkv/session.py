@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.suspects import read_suspects
 from mlxkv.port.config import LlamaConfig
 from mlxkv.progress import say
+from oracle import process, trace
 from oracle import tokens as tokenizers
-from oracle import trace
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
 from oracle.plan import Refusal
 
@@ -226,22 +225,24 @@ def is_original(checkpoint: Checkpoint) -> bool:
 def scratch() -> Iterator[Path]:
     """A folder for traces beside the caches (they are too large for some systems' /tmp), removed at the end."""
     base = cache_dir() / "runs"
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=base))
-    except OSError as error:
-        raise trace.unwritable(base, error) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(process.own_folder(base, prefix="tmp"))
+        except OSError as error:
+            raise trace.unwritable(base, error) from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def claim(folder: Path) -> None:
-    """Makes the output folder and proves that it can be written, before any work is done for it."""
+    """Proves that the output folder can be made and written, before any work is done for it; leaves nothing behind."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise trace.unwritable(folder, error) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()

@@ -25,7 +25,12 @@ def generate(model: str | None, prompt: str, steps: int, *, dtype: str, device: 
     if tokenizer is None:
         raise Refusal(f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt")
     ids = tokenizer.encode(prompt)
-    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions - steps + 1)
+    most = checkpoint.max_positions
+    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=most)
+    if len(ids) + steps - 1 > most:
+        raise Refusal(
+            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected at most {most} (max_position_embeddings); take fewer"
+        )
     runtime.prepare(device)
     import mlx.core as mx
 

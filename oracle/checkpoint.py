@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oracle import safetensors_file
+from oracle import files, safetensors_file
 from oracle.plan import Refusal
+from oracle.process import own_folder
 from oracle.safetensors_file import Progress, Tensor
 
 DEFAULT = "default"
@@ -28,8 +29,13 @@ _DEFAULT_CONFIG = "612802a32bd1f7dc0960e2e8fcd25a1ed1975c4447b7d2ad9672ade9858d6
 _DEFAULT_TOKENIZER = "7e817b447ffba8db398c88c40a7e359a850e2901d680d00d035e7d7b02176ebf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["config.json", "tokenizer.json", safetensors_file.INDEX, "*.safetensors"]
+# Where each way of quantising says so: a key of config.json, or tensors beside (or instead of) a weight.
+_QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")
+_QUANTISED_TENSORS = re.compile(
+    r".*\.(qweight|qzeros|g_idx|scales|weight_scale(_inv)?|weight_packed|SCB|absmax|quant_map|quant_state\..*|weight\.(absmax|quant_map|quant_state\..*))"
+)
 _HUB_OTHERS = ["*/*", "consolidated*"]
-_DAY = 86400
+_HUB_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,10 @@ def _resolve(model: str | None, *, revision: str | None, progress: Progress | No
     tell = progress or (lambda what, done, total: None)
     source = DEFAULT if model is None else os.fspath(model)
     path = Path(os.path.expanduser(source))
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(f"{source!r}: not text ({error.reason}), expected a path in UTF-8, as reports name it; rename it") from error
     is_gguf = path.suffix.lower() == ".gguf"
     is_hub_id = not is_gguf and not os.path.exists(path) and _HUB_ID.fullmatch(source) is not None
     if revision is not None and not is_hub_id:
@@ -130,12 +140,13 @@ def require_llama(checkpoint: Checkpoint) -> None:
 
 def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, revision: str | None = None) -> Checkpoint:
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):
         ggufs = sorted(p.name for p in folder.glob("*.gguf"))
         remedy = f"name the file {folder / ggufs[0]} itself" if ggufs else "give the folder of a Hugging Face checkpoint"
         raise Refusal(f"{folder}: no config.json, expected it beside the safetensors; {remedy}")
     config = safetensors_file.read_object(path)
     tensors = safetensors_file.tensors(folder)
+    _refuse_quantised(path, config, tensors)
     digest = _digest(config)
     fingerprint = safetensors_file.fingerprint(tensors, cache=_cache("fingerprints"), progress=tell)
     return Checkpoint(folder, source, name, note, revision, config, digest, tensors, fingerprint)
@@ -143,6 +154,19 @@ def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, re
 
 def _digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Stored integers mean nothing without their scales, and each method has its own: named, so that nobody reads them bare."""
+    remedy = "expected plain float weights; give the model's unquantised checkpoint or its GGUF"
+    for key in _QUANTISED_KEYS:
+        if config.get(key) is not None:
+            said = config[key] if isinstance(config[key], dict) else {}
+            method = said.get("quant_method") or said.get("quant_type") or files.shown(config[key])
+            raise Refusal(f"{path}: {key} says {files.shown(method)}, {remedy}")
+    for name, tensor in tensors.items():
+        if _QUANTISED_TENSORS.fullmatch(name) or tensor.dtype.startswith("F8_"):
+            raise Refusal(f"{tensor.file}: {name} ({tensor.dtype}) belongs to quantised weights, {remedy}")
 
 
 def _default(tell: Progress) -> Checkpoint:
@@ -203,20 +227,13 @@ def _cache(part: str) -> Path:
 
 def _converted(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of a converted model; made in a scratch folder beside it and renamed once whole, so never half there."""
-    import shutil
-    import tempfile
-    import time
-
     models = _cache("models")
     folder = models / name
     if folder.is_dir():
         return folder
     try:
-        for old in models.glob(f".{name}.*"):
-            if time.time() - old.stat().st_mtime > _DAY:
-                shutil.rmtree(old, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=models, prefix=f".{name}.") as scratch:
-            made = Path(scratch, "model")
+        with own_folder(models, prefix=f".{name}.") as scratch:
+            made = scratch / "model"
             made.mkdir()
             make(made)
             _move(made, folder)
@@ -252,9 +269,12 @@ def _hub(model: str, revision: str | None, tell: Progress) -> tuple[Path, str | 
 
 
 def _snapshot(model: str, revision: str | None, *, local_files_only: bool = False) -> Path | Exception:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     try:
+        if not local_files_only:
+            # What snapshot_download asks first has no time limit of its own.
+            HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS)
         return Path(
             snapshot_download(
                 model,
@@ -262,7 +282,7 @@ def _snapshot(model: str, revision: str | None, *, local_files_only: bool = Fals
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=_HUB_OTHERS,
                 local_files_only=local_files_only,
-                etag_timeout=5,
+                etag_timeout=_HUB_SECONDS,
             )
         )
     except Exception as error:  # the HTTP client's own errors among them, which differ by version
@@ -271,7 +291,7 @@ def _snapshot(model: str, revision: str | None, *, local_files_only: bool = Fals
 
 def _loadable(folder: Path) -> bool:
     try:
-        return (folder / "config.json").exists() and bool(safetensors_file.tensors(folder))
+        return os.path.exists(folder / "config.json") and bool(safetensors_file.tensors(folder))
     except Refusal:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from oracle import process
 from oracle.plan import Refusal
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from oracle import folder
 
+    _answer_signals()
     with _progress() as progress:
         manifest = folder.run(
             prompt=_read(prompt_file) if prompt_file else prompt,
@@ -86,6 +89,7 @@ def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from oracle import folder
 
+    _answer_signals()
     with _progress() as progress:
         written = folder.follow(model, plans=plans, out=out, progress=progress, **options)
     click.echo("\n".join(map(str, written)))
@@ -149,6 +153,16 @@ def _read(path: Path) -> str:
         raise Refusal(f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
 
 
+def _answer_signals() -> None:
+    """From here on what stops this process, kill among it, must let it remove what it has half written.
+
+    Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    process.end_with_parent()
+
+
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
     """A bar on stderr that shows what is being done, where a person is looking."""
@@ -167,8 +181,8 @@ def _progress() -> Iterator[Progress | None]:
 
 def main() -> None:
     """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either."""
-    # What stops this process, kill among it, must let it remove what it has half written.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         sys.exit(cli(standalone_mode=False))
     except (click.exceptions.Abort, KeyboardInterrupt):
@@ -181,7 +195,17 @@ def main() -> None:
         # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
+    except MemoryError:
+        print("error: too little memory for this model and sequence; take fewer tokens or another machine", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        what = f"{error.filename or 'this system'}: {error.strerror or error}"
+        print(f"error: {' '.join(what.split())}; free some space or name another folder", file=sys.stderr)
+        sys.exit(2)
     except Exception:
         # A fault of ours: 1 would mean that something differs.
         traceback.print_exc()
         sys.exit(2)
+    finally:
+        # Python answers an interrupt on its way out with a traceback too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -57,7 +57,7 @@ _SIZES = {
 _MOST_HEAD_DIM = 2**16
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _USED = {*_SIZES, *_ROPE, "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"}
-STORED = ("F32", "BF16", "F16", "F64")
+STORED = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Unpack
 
@@ -22,7 +20,8 @@ from oracle import floors
 from oracle import plan as plan_files
 from oracle.checkpoint import resolve
 from oracle.plan import Call, Plan, Refusal
-from oracle.question import Asked, Note, Progress, ask
+from oracle.process import own_folder
+from oracle.question import Asked, Note, Progress, ask, check_threads
 from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
 
 _OURS = ("manifest.json", "plans", "truth.safetensors", "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
@@ -76,6 +75,7 @@ def follow(
 ) -> list[Path]:
     """Follows the plans in the files `plans` with transformers and writes one trace of each, named after it, into `out`."""
     require("torch", "transformers")
+    check_threads(threads)
     found = [plan_files.read(path) for path in plans]
     twice = {plan.name for plan in found if [p.name for p in found].count(plan.name) > 1}
     if twice:
@@ -214,18 +214,15 @@ def require(*packages: str) -> None:
 @contextmanager
 def _place(out: Path, *, force: bool) -> Iterator[Path]:
     """An empty folder beside `out`, which takes its place if the block succeeds and is removed if it does not."""
-    mark = secrets.token_hex(4)
-    part, old = (out.parent / f".{out.name}.{mark}.{kind}" for kind in ("part", "old"))
-    try:
-        part.mkdir(parents=True)
-    except OSError as error:
-        raise unwritable(out, error) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            part = stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=".part"))
+            old = stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=".old"))
+        except OSError as error:
+            raise unwritable(out, error) from error
         yield part
         _check_place(out, force=force)
-        _replace(part, out, old)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        _replace(part, out, old / "old")
 
 
 def _replace(part: Path, out: Path, old: Path) -> None:
@@ -238,15 +235,16 @@ def _replace(part: Path, out: Path, old: Path) -> None:
     finally:
         if old.exists() and not out.exists():
             old.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_place(out: Path, *, force: bool) -> None:
-    above = next(path for path in out.parents if path.exists())
+    above = next((path for path in out.parents if os.path.lexists(path)), None)
+    if above is None:
+        raise Refusal(f"{out}: the root of the file system, expected a new folder; choose another")
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise Refusal(f"{out}: cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}; choose another folder")
-    if not out.is_dir():
-        if out.exists() or out.is_symlink():
+    if not os.path.isdir(out):
+        if os.path.lexists(out):
             raise Refusal(f"{out}: exists and is no folder, expected a new one; choose another")
         return
     names = sorted(path.name for path in out.iterdir())

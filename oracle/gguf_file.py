@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle import files
 from oracle.plan import Refusal
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -32,7 +33,7 @@ class Gguf:
 def read(path: Path) -> Gguf:
     """The container's metadata; the tensors' bytes are mapped and not yet read."""
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise Refusal(f"{path}: cannot be read ({error}); check the path or download it again") from error
@@ -97,6 +98,8 @@ def _contents(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, tuple[tuple[in
             raise ValueError(f"{name} is there twice")
         tensors[name] = (shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1))
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment is {files.shown(alignment)}, expected a whole number from 1")
     start = -(-cursor.at // alignment) * alignment
     return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()}
 
@@ -114,7 +117,7 @@ def dequantised(gguf: Gguf, name: str) -> Any:
         rows, row = math.prod(shape[:-1]), shape[-1] // block * size
         stored = np.frombuffer(gguf.data, np.uint8, rows * row, start).reshape(rows, row)
         return np.asarray(dequantize(stored, kind), np.float32).reshape(shape)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (ValueError, KeyError, OverflowError, NotImplementedError) as error:
         raise Refusal(f"{gguf.path}: {name} of type {number} cannot be read ({error}); download it again or use another type") from error
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle import files
 from oracle.gguf_file import Gguf, dequantised, main_type, read
 from oracle.plan import Refusal
 from oracle.safetensors_file import Progress
@@ -184,7 +185,10 @@ def _targets(gguf: Gguf, config: dict[str, Any]) -> dict[str, _Target]:
     targets["output_norm.weight"] = _Target("model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         targets["output.weight"] = _Target("lm_head.weight", table)
-    for i in range(config["num_hidden_layers"]):
+    layers = config["num_hidden_layers"]
+    if layers > len(gguf.tensors):
+        raise Refusal(f"{gguf.path}: llama.block_count is {layers} with {len(gguf.tensors)} tensors, expected fewer; download it again")
+    for i in range(layers):
         for part, (shape, n) in shapes.items():
             targets[f"blk.{i}.{part}.weight"] = _Target(f"model.layers.{i}.{_PARTS[part]}.weight", shape, n)
     odd = sorted((set(gguf.tensors) - {"rope_freqs.weight"}) ^ set(targets))
@@ -228,11 +232,12 @@ def _split_halves(rows: Any, heads: int) -> bytes:
 
 def tokenizer_of(metadata: dict[str, Any]) -> dict[str, Any] | None:
     """tokenizer.json of a SmolLM vocabulary, or None for any other: text cannot be given then, only ids."""
-    tokens, merges, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "merges", "token_type"))
+    tokens, merges, kinds = (metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "merges", "token_type"))
     normal, control = 1, 3
     known = metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre") == "smollm"
     adds = metadata.get("tokenizer.ggml.add_bos_token") or metadata.get("tokenizer.ggml.add_eos_token")
-    if not known or adds or not (tokens and merges and kinds) or not set(kinds) <= {normal, control}:
+    lists = files.fits([tokens, merges], list[list[str]]) and files.fits(kinds, list[int]) and tokens and merges
+    if not known or adds or not lists or len(kinds) != len(tokens) or not set(kinds) <= {normal, control}:
         return None
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     split = {"type": "Digits", "individual_digits": True}

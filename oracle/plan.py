@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from oracle import files
+
 FORMAT = "mlxkv-plan/1"
 Advance = Literal["right", "zero", "by_calls"]
 Rows = Literal["all", "last"]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Refusal(ValueError):
@@ -143,13 +147,13 @@ def from_json(value: Any, *, where: str = "plan") -> Plan:
     if not isinstance(value, dict):
         raise Refusal(f"{where}: expected a JSON object, got {type(value).__name__}; write it with `mlxkv` or by hand as in README.md")
     if value.get("format") != FORMAT:
-        raise Refusal(f"{where}: format is {value.get('format')!r}, expected {FORMAT!r}; make it again with this version")
+        raise Refusal(f"{where}: format is {files.shown(value.get('format'))}, expected {FORMAT!r}; make it again with this version")
     _known(value, {"format", "name", "rows", "steps"}, where)
     if not isinstance(value.get("name"), str) or not isinstance(value.get("steps"), list):
         raise Refusal(f"{where}: expected a string under name and a list under steps")
     rows = value.get("rows", "all")
     if rows not in get_args(Rows):
-        raise Refusal(f"{where}: rows is {rows!r}, expected one of {', '.join(get_args(Rows))}")
+        raise Refusal(f"{where}: rows is {files.shown(rows)}, expected one of {', '.join(get_args(Rows))}")
     steps = tuple(_step(s, f"{where}: step {i}") for i, s in enumerate(value["steps"]))
     return Plan(value["name"], steps, rows)
 
@@ -157,11 +161,11 @@ def from_json(value: Any, *, where: str = "plan") -> Plan:
 def read(path: Path) -> Plan:
     """The plan in a JSON file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = files.decode(files.read_bytes(path))
     except OSError as error:
-        raise Refusal(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not JSON ({_one_line(error)})") from error
+        raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except ValueError as error:
+        raise Refusal(f"{path}: not JSON ({_one_line(error)}); write it again") from error
     return from_json(value, where=str(path))
 
 
@@ -204,9 +208,9 @@ def _prefixes(ids: tuple[int, ...], prompt: int) -> tuple[Step, ...]:
 
 
 def _step(value: Any, where: str) -> Step:
-    if not isinstance(value, dict) or value.get("do") not in _KEYS:
-        do = value.get("do") if isinstance(value, dict) else value
-        raise Refusal(f"{where}: do is {do!r}, expected one of {', '.join(_KEYS)}")
+    do = value.get("do") if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not isinstance(do, str) or do not in _KEYS:
+        raise Refusal(f"{where}: do is {files.shown(do)}, expected one of {', '.join(_KEYS)}")
     kind, keys = _KEYS[value["do"]]
     _known(value, {"do", *keys}, where)
     missing = [k for k in keys if k not in value and k not in _OPTIONAL]
@@ -223,6 +227,8 @@ def _step(value: Any, where: str) -> Step:
 
 def _check(plan: Plan) -> None:
     """Values that no engine could follow, refused once and here."""
+    if not _NAME.fullmatch(plan.name):
+        raise Refusal(f"plan {files.shown(plan.name)}: its name becomes a file's, expected 1 to 100 letters, digits and _ . -; rename it")
     alive: set[str] = set()
     for i, step in enumerate(plan.steps):
         where = f"plan {plan.name!r}: step {i}"
@@ -237,7 +243,7 @@ def _check(plan: Plan) -> None:
 def _check_value(name: str, value: Any, where: str) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if name in ("cache", "source", "target"):
-        good, expected = isinstance(value, str) and value.isidentifier(), "a name of letters, digits and _"
+        good, expected = isinstance(value, str) and value.isidentifier() and len(value) <= 100, "a name of letters, digits and _"
     elif name == "tokens":
         good = isinstance(value, tuple) and len(value) > 0 and all(type(t) is int and 0 <= t < 2**31 for t in value)
         expected = "one or more token ids"
@@ -251,14 +257,13 @@ def _check_value(name: str, value: Any, where: str) -> None:
         low = 1 if name == "n" else 0
         good, expected = whole and low <= value < 2**31, f"a whole number from {low}"
     if not good:
-        shown = repr(value) if len(repr(value)) < 60 else repr(value)[:57] + "..."
-        raise Refusal(f"{where}: {name} is {shown}, expected {expected}")
+        raise Refusal(f"{where}: {name} is {files.shown(value)}, expected {expected}")
 
 
 def _known(value: dict[str, Any], keys: set[str], where: str) -> None:
     unknown = sorted(set(map(str, value)) - keys)
     if unknown:
-        raise Refusal(f"{where}: unknown key {unknown[0]!r}, expected {', '.join(sorted(keys))}")
+        raise Refusal(f"{where}: unknown key {files.shown(unknown[0])}, expected {', '.join(sorted(keys))}")
 
 
 def _canonical(value: Any) -> bytes:

@@ -182,8 +182,7 @@ def _check_options(asked: Asked, steps: int) -> None:
         raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
     if type(steps) is not int or steps < 0:
         raise Refusal(f"steps: {steps!r}, expected a whole number from 0")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise Refusal(f"threads: {threads!r}, expected a whole number from 1")
+    check_threads(threads)
     if prompt_tokens is None:
         return
     given = len(tokens or ())
@@ -191,6 +190,13 @@ def _check_options(asked: Asked, steps: int) -> None:
         raise Refusal(f"prompt-tokens: {prompt_tokens!r}, expected 1 to the number of token ids given, {given}")
     if prompt_tokens < given and steps:
         raise Refusal(f"prompt-tokens: {prompt_tokens} of {given} with {steps} greedy steps, expected steps 0 where not all is prompt")
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses a number of threads at which torch would die, or only wait for itself."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= most):
+        raise Refusal(f"threads: {threads!r}, expected 1 to {most} here; more only wait for each other, and torch dies where none are left")
 
 
 def _encode(folder: Path, tokenizer: tokenizers.Tokenizer | None, prompt: str, note: Note | None) -> list[int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle import files
 from oracle.plan import Refusal
 
 Progress = Callable[[str, int, int], None]
@@ -24,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 _SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 _SIZES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 _MOST_HEADER = 100_000_000
+_MOST_AXES = 8
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # A file written to again within a tick of the clock keeps its time stamp; kernels tick every 10 ms or faster.
 _TICK_NS = 50_000_000
@@ -42,7 +44,7 @@ class Tensor:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder by name, sorted; a Refusal that names the file where anything does not add up."""
-    found = _by_index(folder) if (folder / INDEX).exists() else header(_only_file(folder))
+    found = _by_index(folder) if os.path.exists(folder / INDEX) else header(_only_file(folder))
     if not found:
         raise Refusal(f"{folder}: its safetensors hold no tensors, expected a model's; download it again")
     return dict(sorted(found.items()))
@@ -51,8 +53,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def header(path: Path) -> dict[str, Tensor]:
     """The tensors that one file declares, once they are known to fill it exactly."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with files.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             length = int.from_bytes(first, "little")
             text = file.read(length) if 2 <= length <= min(_MOST_HEADER, size - 8) else b""
@@ -63,8 +65,8 @@ def header(path: Path) -> dict[str, Tensor]:
     try:
         if not text:
             raise ValueError(f"a header of {length} bytes" if len(first) == 8 else "no header")
-        return _declared(path, json.loads(text), 8 + length, size)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _declared(path, files.decode(text), 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise Refusal(f"{path}: not a whole safetensors file of {size} bytes ({why}); download or copy it again") from error
 
@@ -75,8 +77,10 @@ def _declared(path: Path, entries: Any, base: int, size: int) -> dict[str, Tenso
     end = base
     for name, entry in sorted(entries.items(), key=lambda e: e[1]["data_offsets"]):
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if dtype not in _SIZES or not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
-            raise ValueError(f"{name} is {dtype} {shape}, expected one of {', '.join(_SIZES)}")
+        if dtype not in _SIZES or not files.fits([shape, [start, stop]], list[list[int]]) or min([*shape, start, stop]) < 0:
+            raise ValueError(f"{name} is {dtype} {files.shown(shape)}, expected one of {', '.join(_SIZES)}")
+        if len(shape) > _MOST_AXES:
+            raise ValueError(f"{name} has {len(shape)} axes, expected at most {_MOST_AXES}")
         if base + start != end or stop - start != math.prod(shape) * _SIZES[dtype]:
             raise ValueError(f"{name} has bytes {start} to {stop}, expected them from {end - base} on for {dtype} {shape}")
         end = base + stop
@@ -91,7 +95,7 @@ def _by_index(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     shards = [folder / shard for shard in sorted(set(where.values()))]
     for path in shards:
-        if not path.exists():
+        if not os.path.exists(path):
             raise Refusal(f"{path}: no such file, expected it as {INDEX} names it; download the folder again")
     for path in shards:
         for name, tensor in header(path).items():
@@ -117,8 +121,10 @@ def _index(folder: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise Refusal(f"{path}: no weight_map, expected an object of tensor and file names; download it again")
     for name, shard in where.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise Refusal(f"{path}: {name} is in {shard!r}, expected the name of a safetensors file beside it; download it again")
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
+            raise Refusal(
+                f"{path}: {name} is in {files.shown(shard)}, expected the name of a safetensors file beside it; download it again"
+            )
     return where
 
 
@@ -139,10 +145,10 @@ def _only_file(folder: Path) -> Path:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a byte order mark in front is passed over."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        value = files.decode(files.read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the folder") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(f"{path}: not JSON ({' '.join(str(error).split())}); correct it or download it again") from error
     if not isinstance(value, dict):
         raise Refusal(f"{path}: a JSON {type(value).__name__}, expected an object; correct it or download it again")
@@ -188,10 +194,10 @@ def _stamp(path: Path) -> dict[str, Any]:
 def _recalled(record: Path, stamp: dict[str, Any], spans: Mapping[str, tuple[int, int]]) -> dict[str, str] | None:
     """What was remembered, or None where it is missing, damaged or of another file: then the hashes are made again."""
     try:
-        value = json.loads(record.read_bytes())
+        value = files.decode(files.read_bytes(record))
         found: dict[str, str] = value.pop("hashes")
         good = value == stamp and set(found) == set(spans) and all(len(bytes.fromhex(digest)) == 32 for digest in found.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return found if good else None
 
@@ -200,7 +206,7 @@ def _hashed(path: Path, spans: Mapping[str, tuple[int, int]], progress: Progress
     found = {}
     buffer = memoryview(bytearray(2**20))
     total, done = sum(stop - start for start, stop in spans.values()), 0
-    with path.open("rb", buffering=0) as file:
+    with files.opened(path) as file:
         for name, (start, stop) in spans.items():
             digest = hashlib.sha256()
             file.seek(start)

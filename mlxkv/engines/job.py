@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mlxkv.engines import AlreadySaid
 from oracle.plan import Plan, Refusal, from_json
+from oracle.process import PARENT, end_with_parent
 from oracle.trace import write_text
 
 
@@ -139,7 +140,12 @@ class Process:
                     # A group of its own: an interrupt at the terminal reaches us alone, and we pass it on once. A second
                     # one would break off what the process does to leave nothing half written.
                     self.popen = subprocess.Popen(
-                        self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, process_group=0
+                        self.command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                        process_group=0,
+                        env=os.environ | {PARENT: str(os.getpid())},
                     )
             except BaseException:
                 self.__exit__()
@@ -176,6 +182,7 @@ def start(arguments: list[str]) -> Finished:
 
 def serve(follow: Callable[[Job], None]) -> None:
     """An engine process's main: refusals are one line and exit code 2, an interrupt is 130."""
+    end_with_parent()
     try:
         follow(read(Path(sys.argv[1])))
     except ValueError as error:

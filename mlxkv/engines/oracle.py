@@ -12,8 +12,9 @@ from pathlib import Path
 
 from mlxkv import runtime
 from mlxkv.engines import job
+from mlxkv.progress import say
 from oracle import plan as plans
-from oracle import trace
+from oracle import process, trace
 from oracle.checkpoint import Checkpoint, cache_dir
 from oracle.plan import Refusal
 
@@ -57,18 +58,33 @@ class Answer:
 
 
 def ask(question: Question, *, fresh: bool = False) -> Answer:
-    """The oracle's folder for a question: the one kept from last time, or a new one."""
+    """The oracle's folder for a question: the one kept from last time, or a new one; made by one process at a time."""
     require_torch()
     digest = question.digest()
     folder = cache_dir() / "oracle" / digest[:32]
-    if not fresh:
-        try:
-            manifest = trace.read_manifest(folder)
-            if manifest.inputs == digest:
-                os.utime(folder)
-                return Answer(folder, manifest, None)
-        except Refusal:
-            pass  # absent, unfinished or damaged: made anew below
+    lock = cache_dir() / "locks" / digest[:32]
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        raise trace.unwritable(lock, error) from error
+    with process.alone(lock, waiting=lambda: say("oracle: another mlxkv asks it the same, waiting for that one")):
+        kept = None if fresh else _kept(folder, digest)
+        return kept or _made(question, folder, digest)
+
+
+def _kept(folder: Path, digest: str) -> Answer | None:
+    try:
+        manifest = trace.read_manifest(folder)
+    except Refusal:
+        return None  # absent, unfinished or damaged: made anew
+    if manifest.inputs != digest:
+        return None
+    os.utime(folder)
+    return Answer(folder, manifest, None)
+
+
+def _made(question: Question, folder: Path, digest: str) -> Answer:
     with tempfile.NamedTemporaryFile("wb", suffix=".txt") as prompt:
         # A file, since an argument has a limit that a long prompt exceeds.
         prompt.write((question.prompt or "").encode())

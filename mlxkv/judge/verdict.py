@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxkv.judge import delta, measure
-from mlxkv.judge.case import CACHE, HELD_OUT, ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
+from mlxkv.judge.case import HELD_OUT, ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
 from mlxkv.judge.measure import Floats, Measures, TruthRows
@@ -164,7 +164,7 @@ def _algebra_gates(bench: Bench, traces: Mapping[str, Trace]) -> tuple[list[Gate
             continue
         at, errors = measure.largest_error(trace, bench.case.truth)
         gates.append(by_position(bench.case, name, "algebra", plan, at, errors / bench.truth.largest.max(), ALGEBRA))
-        if plan == "step" and trace.kv(CACHE, 0) is not None:
+        if plan == "step" and layers(trace) > 0:
             gate, odd = _algebra_cache(bench, trace)
             gates, reasons = [*gates, gate], reasons + odd
     return gates or [not_run(name, "algebra", "-", ALGEBRA, "not run: no float64 run of this engine")], reasons
@@ -302,6 +302,8 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
         notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
     if "chunked" not in case.manifest.plans:
         notes.append("chunked does not apply: a prompt of one token cannot be split")
+    if case.length > 1 and len(set(case.manifest.tokens)) == 1:
+        notes.append("all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones")
     if any(t.meta.fingerprint is None for t in inside.values()):
         notes.append("weights undeclared: the trace does not say of which weights it is")
     if any(t.meta.config_digest not in (None, case.manifest.config_digest) for t in inside.values()):

@@ -44,9 +44,12 @@ def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_t
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         for name in (n for n in names if checkpoint.tensors[n].file == file):
             with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
-                array = arrays.pop(name).astype(first).astype(target)
+                rounded = arrays.pop(name).astype(first)
+                array, finite = rounded.astype(target), mx.isfinite(rounded).all()
             # One at a time: a float64 copy beside its float32 source, of every tensor at once, would not fit.
-            mx.eval(array)
+            mx.eval(array, finite)
+            if not finite.item():
+                raise Refusal(f"{file}: {name} holds NaN or infinity in {rounded_to or dtype}, expected finite weights; check the file")
             model.update(tree_unflatten([(name.removeprefix("model."), array)]))
     model.eval()
     # Rounded weights are other weights.

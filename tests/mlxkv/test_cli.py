@@ -110,7 +110,7 @@ def test_a_damaged_kept_answer_is_made_anew(tiny: Path, tmp_path: Path) -> None:
 def test_weights_that_differ_from_the_oracles_are_refused(answer: Path, tmp_path: Path) -> None:
     other = models.save(tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1))
     refused(mlxkv("compare", other, "--oracle", answer, "--out", tmp_path / "out"), "made with weights", "name the model")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_config_on_the_same_weights_differs(tiny: Path, answer: Path, tmp_path: Path) -> None:

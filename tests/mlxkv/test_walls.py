@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("oracle.plan", "oracle.trace", "oracle.checkpoint", "oracle.tokens")
-"""All that mlxkv may know of the oracle."""
+SHARED = ("oracle.plan", "oracle.trace", "oracle.checkpoint", "oracle.tokens", "oracle.process")
+"""All that mlxkv may know of the oracle: what carries, and how a process lives."""
 
 # Folder -> what nothing in it may import, and what is allowed all the same.
 WALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -32,6 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     fake = Hub(errors.LocalEntryNotFoundError("no network"))
     monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
