@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlxkv.judge.case import read_case
 from mlxkv.judge.result import plain
 from mlxkv.progress import say
 from mlxkv.report import pitfalls as pages
-from mlxkv.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting, Talk, scenarios, talks
+from mlxkv.scenarios import NO, SYSTEMS, Scenario, Setting, Talk, scenarios, talks
 from oracle import tokens as tokenizers
 from oracle import trace
 from oracle.checkpoint import Checkpoint, require_llama, resolve
@@ -26,7 +26,6 @@ from oracle.plan import Plan, Refusal
 
 FORMAT = "mlxkv-pitfalls/1"
 PROMPTS = ("The capital of France is", "The capital of Germany is")
-MLX_LM = "mlxkv.engines.mlx_lm"
 CONTEXT = 2048
 
 
@@ -134,7 +133,7 @@ def run(request: Request) -> Matrix:
     with session.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
         seen = _watch(made, traces, rights)
-        environments = {who: t.meta.environment for (_, who), t in traces.items()}
+        environments = {who: traces["greedy", who].meta.environment for who in SYSTEMS}
         branches = _branches(request, checkpoint, room)
         return Matrix(checkpoint, setting, tuple(made), seen, rights, environments, branches, session.is_original(checkpoint))
 
@@ -191,40 +190,41 @@ def _right(request: Request, checkpoint: Checkpoint, talk: Talk) -> Right:
 
 def _traces(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: Path) -> dict[tuple[str, str], trace.Trace]:
     """By scenario and system; transformers' process runs beside the others."""
-    jobs = _jobs(request, checkpoint, made, room)
     asked = {s.name: plan for s in made if isinstance(plan := s.plans["T"], Plan)}
+    found: dict[tuple[str, str], trace.Trace] = {}
     with ExitStack() as stack:
         other = stack.enter_context(_transformers(checkpoint, asked, room / "T"))
-        for (system, _), (module, one) in jobs.items():
-            say(f"{SYSTEMS.get(system, system)}: {len(one.plans)} scenarios")
+        for system, (module, one) in _jobs(request, checkpoint, made, room).items():
+            say(f"{SYSTEMS[system]}: {len(one.plans)} scenarios")
             with one.begin(module) as process:
                 one.end(process)
+            found |= {_key(plan.name, system): trace.read(one.trace(plan)) for plan in one.plans}
         other.wait()
-    found = {(name, "T"): trace.read(room / "T" / f"{name}.safetensors") for name in asked}
-    return found | {(plan.name, system): trace.read(one.trace(plan)) for (system, _), (_, one) in jobs.items() for plan in one.plans}
+    return found | {(name, "T"): trace.read(room / "T" / f"{name}.safetensors") for name in asked}
 
 
-def _jobs(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: Path) -> dict[tuple[str, str], tuple[str, job.Job]]:
-    """By system and cache dtype: the engine's module and its job."""
-    jobs: dict[tuple[str, str], tuple[str, job.Job]] = {}
-
-    def add(system: str, module: str, chosen: list[Scenario], plans: list[Plan], **options: Any) -> None:
-        dtype = chosen[0].cache_dtype or "" if chosen else ""
-        out = room / f"{system}{dtype}"
-        out.mkdir()
-        one = job.Job(str(checkpoint.folder), tuple(plans), out, "float32", "float32", request.device, **options)
-        jobs[system, dtype] = module, one
-
-    for system, guarded in (("C", False), ("G", True)):
-        for other_dtype in (False, True):
-            chosen = [s for s in made if bool(s.cache_dtype) == other_dtype]
-            plans = [p for s in chosen if isinstance(p := s.plans[system], Plan)]
-            add(system, session.PORT, chosen, plans, guarded=guarded, cache_dtype=chosen[0].cache_dtype, masks=True)
-    plans = [p for s in made if isinstance(p := s.plans["L"], Plan)]
-    add("L", MLX_LM, [], plans)
-    for cache, asked in zip(OTHER_CACHES, ("ConcatenateKVCache", f"RotatingKVCache:{checkpoint.max_positions}"), strict=True):
-        add(cache, MLX_LM, [], [p for s in made if cache in s.others and isinstance(p := s.plans["L"], Plan)], cache=asked)
+def _jobs(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: Path) -> dict[str, tuple[str, job.Job]]:
+    """Each system's module and its job. A plan on another of mlx-lm's caches has that cache's name behind its own."""
+    sizes = {"ConcatenateKVCache": "ConcatenateKVCache", "RotatingKVCache": f"RotatingKVCache:{checkpoint.max_positions}"}
+    plans = {system: [p for s in made if isinstance(p := s.plans[system], Plan)] for system in ("C", "G", "L")}
+    named = [(cache, replace(p, name=f"{s.name}-{cache}")) for s in made for cache in s.others if isinstance(p := s.plans["L"], Plan)]
+    dtypes = {s.name: s.cache_dtype for s in made if s.cache_dtype}
+    given: dict[str, tuple[str, list[Plan], dict[str, Any]]] = {
+        "C": (session.PORT, plans["C"], {"guarded": False, "caches": dtypes, "masks": True}),
+        "G": (session.PORT, plans["G"], {"caches": dtypes, "masks": True}),
+        "L": (session.MLX_LM, plans["L"] + [p for _, p in named], {"caches": {p.name: sizes[cache] for cache, p in named}}),
+    }
+    jobs = {}
+    for system, (module, chosen, options) in given.items():
+        (room / system).mkdir()
+        one = job.Job(str(checkpoint.folder), tuple(chosen), room / system, "float32", "float32", request.device, **options)
+        jobs[system] = (module, one)
     return jobs
+
+
+def _key(name: str, system: str) -> tuple[str, str]:
+    scenario, _, cache = name.partition("-")
+    return scenario, cache or system
 
 
 def _transformers(checkpoint: Checkpoint, plans: dict[str, Plan], out: Path) -> job.Process:

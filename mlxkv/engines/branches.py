@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oracle.plan import Refusal
+from oracle.process import end_with_parent
 from oracle.trace import write_text
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     try:
         main()
     except ValueError as error:

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlxkv.engines import AlreadySaid
@@ -24,8 +24,8 @@ from oracle.trace import write_text
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon. `cache_dtype` is
-    one other than the model's, and `masks` keeps the cache's masks, both for the port alone.
+    `caches` says by a plan's name which other caches it runs on than the engine's usual ones: a class of mlx-lm's (a
+    RotatingKVCache has its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
     `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
     second time with every layer fed the truth's input.
     """
@@ -38,8 +38,7 @@ class Job:
     device: str = "auto"
     guarded: bool = True
     threads: int | None = None
-    cache: str = "KVCache"
-    cache_dtype: str | None = None
+    caches: Mapping[str, str] = field(default_factory=dict)
     masks: bool = False
     taps: tuple[str, ...] = ()
     truth: str | None = None
@@ -76,8 +75,7 @@ class Job:
             "device": self.device,
             "guarded": self.guarded,
             "threads": self.threads,
-            "cache": self.cache,
-            "cache_dtype": self.cache_dtype,
+            "caches": dict(self.caches),
             "masks": self.masks,
             "taps": self.taps,
             "truth": self.truth,

@@ -22,7 +22,7 @@ CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
 
 
 class Runner(PlanRunner):
-    """Follows one plan on mlx-lm's model; `cache` as in a Job. Any error of mlx-lm's ends its step alone."""
+    """Follows one plan on mlx-lm's model; `cache` names a class as a Job does. Any error of mlx-lm's ends its step alone."""
 
     failures = (Exception,)
 
@@ -142,14 +142,16 @@ def follow(job: Job) -> None:
         device=environment["device"],
         fingerprint=checkpoint.fingerprint,
         config_digest=checkpoint.config_digest,
-        environment=environment | versions | {"cache": job.cache},
+        environment=environment | versions,
     )
     seconds = 0.0
     with bar(f"mlx-lm ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:
-            runner = Runner(model, plan, cache=job.cache).run(advance)
+            kind = job.caches.get(plan.name, "KVCache")
+            runner = Runner(model, plan, cache=kind).run(advance)
             seconds += runner.seconds
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+            told = meta.environment | {"cache": kind}
+            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes, environment=told), runner.arrays())
     job.report(seconds)
 
 

@@ -134,7 +134,7 @@ def follow(job: Job) -> None:
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
     with bar(label, sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:
-            runner = Runner(model, plan, guarded=job.guarded, cache_dtype=job.cache_dtype).run(advance)
+            runner = Runner(model, plan, guarded=job.guarded, cache_dtype=job.caches.get(plan.name)).run(advance)
             seconds += runner.seconds
             arrays = runner.arrays() | (runner.masks() if job.masks else {})
             write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), arrays)

@@ -58,7 +58,7 @@ def oracle_of(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 def follow(folder: Path, out: Path, *plans: Plan, cache: str = "KVCache", dtype: str = "float32") -> dict[str, trace.Trace]:
     """The traces that mlx-lm's process leaves, by plan."""
-    job = Job(str(folder), plans, out, dtype, dtype, "cpu", cache=cache)
+    job = Job(str(folder), plans, out, dtype, dtype, "cpu", caches=dict.fromkeys((plan.name for plan in plans), cache))
     with job.begin("mlxkv.engines.mlx_lm") as process:
         job.end(process)
     return {plan.name: trace.read(job.trace(plan)) for plan in plans}
