@@ -101,7 +101,7 @@ def _branches(b: Mapping[str, Any]) -> list[str]:
         ("a clone, at its birth", b["birth"]),
         ("a clone, at its first write", b["first_write"]),
         (f"{b['branches']} branches after {b['steps']} tokens each, in turn", b["active"]),
-        ("the same, at the peak", b["peak"]),
+        ("the same, at the peak (rounded up to a MiB)", b["peak"]),
     ]
     how = "The guarded port, counted by MLX over what it held before. A first write copies the rows once, into buffers with room for more."
     cells = [(what, f"{value:,}", f"{value / b['rows']:.2f}") for what, value in rows]
