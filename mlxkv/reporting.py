@@ -229,6 +229,8 @@ def _index(out: Path) -> str:
 
 
 def _said(value: Any) -> str:
+    if "trials" in value:
+        return "all found, nobody accused" if value["exit_code"] == 0 else "faults missed or correct runs accused"
     if "surprises" in value:
         return f"{len(value['surprises'])} systems not as documented" if value["surprises"] else "all as documented"
     scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""

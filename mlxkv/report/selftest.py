@@ -60,7 +60,7 @@ def _spread(trials: Trials, models: Sequence[str]) -> list[str]:
     for name in names:
         found = [t for model in models for t in trials[model] if t.fault == name]
         sigmas = [t.sigma for t in found if t.sigma is not None]
-        seen = f"{sum(t.seen_in_float32 for t in found)}/{len(found)}" if name != RIGHT else "-"
+        seen = f"{sum(t.seen_in_lane_b for t in found)}/{len(found)}" if name != RIGHT else "-"
         low, high = (f"{f(sigmas):.3g}" if sigmas else "-" for f in (min, max))
         rows.append((name, low, high, seen, f"{sum(t.passed for t in found)}/{len(found)}"))
     head = ("run", "least sigma", "most sigma", "seen in float32", "passed")
