@@ -39,6 +39,7 @@ class Request:
     ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     steps: int = 20
     device: str = "auto"
+    ignore_keys: tuple[str, ...] = ()
 
 
 def request(
@@ -121,7 +122,7 @@ def report(matrix: Matrix, *, text: Callable[[Sequence[int]], str], commands: Se
 def run(request: Request) -> Matrix:
     """Asks the oracle for the three talks, runs all systems, and watches."""
     runtime.require_device(request.device)
-    checkpoint = resolve(request.model, revision=request.revision)
+    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
     require_llama(checkpoint)
     first, second = _prompts(request, checkpoint)
     # Refused before the oracle works; what the model answers changes nothing of it.
@@ -143,6 +144,7 @@ def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str,
     context, out = min(CONTEXT, checkpoint.max_positions // 2), room / "branches.json"
     say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
     arguments = [str(checkpoint.folder), str(out), "--context", str(context), "--device", request.device]
+    arguments += [f"--ignore-key={key}" for key in checkpoint.without]
     job.start(["mlxkv.engines.branches", *arguments])
     found = dict(json.loads(out.read_text(encoding="utf-8")))
     # What MLX needs in passing varies by some bytes from run to run.
@@ -219,7 +221,8 @@ def _jobs(request: Request, checkpoint: Checkpoint, made: list[Scenario], room: 
     jobs = {}
     for system, (module, chosen, options) in given.items():
         (room / system).mkdir()
-        one = job.Job(str(checkpoint.folder), tuple(chosen), room / system, "float32", "float32", request.device, **options)
+        options |= {"device": request.device, "ignore_keys": checkpoint.without}
+        one = job.Job(str(checkpoint.folder), tuple(chosen), room / system, "float32", "float32", **options)
         jobs[system] = (module, one)
     return jobs
 
@@ -235,6 +238,7 @@ def _transformers(checkpoint: Checkpoint, plans: dict[str, Plan], out: Path) -> 
     arguments = ["oracle", "follow", checkpoint.source, "--out", str(out)]
     if checkpoint.revision:
         arguments += ["--revision", checkpoint.revision]
+    arguments += [f"--ignore-key={key}" for key in checkpoint.without]
     for name, plan in plans.items():
         path = out / f"{name}.json"
         trace.write_text(path, json.dumps(plan.to_json()))

@@ -14,7 +14,7 @@ import numpy as np
 from mlxkv import runtime, session
 from mlxkv.engines import job, oracle
 from mlxkv.judge import verdict as limits
-from mlxkv.judge.trial import RIGHT, Trial
+from mlxkv.judge.trial import Trial
 from mlxkv.progress import say
 from mlxkv.tiny import LAYOUTS, Tiny
 from oracle import tokens as tokenizers
@@ -68,7 +68,15 @@ def current_limits() -> dict[str, float]:
     return {name: float(getattr(limits, name)) for name in names}
 
 
-def run(model: str | None, revision: str | None, *, faults: Sequence[str], tiny: bool, real: bool = True) -> Result:
+def run(
+    model: str | None,
+    revision: str | None,
+    *,
+    faults: Sequence[str],
+    tiny: bool,
+    real: bool = True,
+    ignore_keys: tuple[str, ...] = (),
+) -> Result:
     """Every model in turn, each in a process of its own."""
     runtime.require_device("cpu")
     oracle.require_torch()
@@ -77,7 +85,7 @@ def run(model: str | None, revision: str | None, *, faults: Sequence[str], tiny:
     made: dict[str, Any] = {}
     manifest: trace.Manifest | None = None
     with session.scratch() as room:
-        for name, checkpoint, ids, prompt in _models(model, revision, room, tiny=tiny, real=real):
+        for name, checkpoint, ids, prompt in _models(model, revision, room, ignore_keys, tiny=tiny, real=real):
             say(f"selftest: {name}")
             question = _question(checkpoint, ids, prompt)
             answer = oracle.ask(question)
@@ -91,10 +99,10 @@ def run(model: str | None, revision: str | None, *, faults: Sequence[str], tiny:
     return Result(trials, models, made, manifest.environment)
 
 
-def _models(model: str | None, revision: str | None, room: Path, *, tiny: bool, real: bool) -> Any:
+def _models(model: str | None, revision: str | None, room: Path, ignore_keys: tuple[str, ...], *, tiny: bool, real: bool) -> Any:
     """Name, checkpoint, prompt ids and prompt text of each."""
     if real:
-        checkpoint = resolve(model, revision=revision)
+        checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
         require_llama(checkpoint)
         tokenizer = tokenizers.load(checkpoint.folder)
         if tokenizer is None:
@@ -127,7 +135,7 @@ def _question(checkpoint: Checkpoint, ids: tuple[int, ...], prompt: str | None) 
 
 def _trials(checkpoint: Checkpoint, answer: oracle.Answer, room: Path, faults: Sequence[str]) -> tuple[tuple[Trial, ...], dict[str, Any]]:
     plans = tuple(oracle.judged(answer.manifest, answer.folder).values())
-    one = job.Job(str(checkpoint.folder), plans, room, "float32", "float32", "cpu")
+    one = job.Job(str(checkpoint.folder), plans, room, "float32", "float32", "cpu", ignore_keys=checkpoint.without)
     job.start([ENGINE, str(one.save()), str(answer.folder), str(room / "result.json"), *faults])
     value = json.loads((room / "result.json").read_text(encoding="utf-8"))
     return tuple(Trial(**trial) for trial in value["trials"]), value["environment"]
@@ -139,21 +147,3 @@ def _plain(trial: Trial) -> dict[str, Any]:
     from mlxkv.judge.result import plain
 
     return dict(plain(asdict(trial)))
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuses a fault that is not one of ours; the list is read without importing MLX."""
-    known = fault_names()
-    for name in names:
-        if name not in known:
-            raise Refusal(f"--fault {name!r}: expected one of {', '.join(known)}")
-
-
-def fault_names() -> list[str]:
-    """All seeded faults' names."""
-    from mlxkv.engines.faults import FAULTS
-
-    return [fault.name for fault in FAULTS]
-
-
-__all__ = ["FORMAT", "RIGHT", "TINY", "Result", "check_names", "current_limits", "fault_names", "run"]

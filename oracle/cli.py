@@ -81,6 +81,7 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
 @click.argument("model", required=False)
 @click.option("--plan", "plans", type=_FOLDER, multiple=True, required=True, help="A plan to follow; may be given again.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option("--ignore-key", "ignore_keys", metavar="NAME", multiple=True, help="A key of config.json to take out, though unknown.")
 @click.option("--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
 @click.option("--revision", help="The commit of a Hub model.")

@@ -71,6 +71,7 @@ def follow(
     dtype: str = "float32",
     threads: int | None = None,
     revision: str | None = None,
+    ignore_keys: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> list[Path]:
     """Follows the plans in the files `plans` with transformers and writes one trace of each, named after it, into `out`."""
@@ -80,7 +81,7 @@ def follow(
     twice = {plan.name for plan in found if [p.name for p in found].count(plan.name) > 1}
     if twice:
         raise Refusal(f"plans: {min(twice)} is the name of more than one, expected one trace a name; rename one")
-    checkpoint = resolve(model, revision=revision, progress=progress)
+    checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     if progress:
         progress("loading torch and transformers", 0, 1)
     from oracle import reference

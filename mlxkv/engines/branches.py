@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto", choices=("auto", "gpu", "cpu"))
+    parser.add_argument("--ignore-key", action="append", default=[])
     given = parser.parse_args(arguments)
     from mlxkv import runtime
 
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mlxkv.port.weights import from_checkpoint
     from oracle.checkpoint import resolve
 
-    checkpoint = resolve(given.model)
+    checkpoint = resolve(given.model, ignore_keys=given.ignore_key)
     model = from_checkpoint(checkpoint, given.dtype)
     figures = measure(model, context=given.context, branches=given.branches, steps=given.steps)
     value = to_json(figures, environment, model=checkpoint.name, dtype=given.dtype)

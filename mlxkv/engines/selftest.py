@@ -19,7 +19,7 @@ from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.trial import Trial, accused, missed
 from mlxkv.judge.verdict import judge
 from mlxkv.progress import bar
-from oracle.plan import Plan
+from oracle.plan import Plan, Refusal
 from oracle.trace import Meta, Trace, write_text
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def follow(job: Job, folder: Path, chosen: list[str]) -> dict[str, Any]:
     from mlxkv.port.weights import from_checkpoint
     from oracle.checkpoint import resolve
 
-    checkpoint, case = resolve(job.folder), read_case(folder)
+    checkpoint, case = resolve(job.folder, ignore_keys=job.ignore_keys), read_case(folder)
     models = {dtype: from_checkpoint(checkpoint, dtype, rounded_to="float32") for dtype in ("float32", "float64")}
     config = models["float32"].config
     plans = {plan.name: plan for plan in job.plans}
@@ -101,6 +101,9 @@ def follow(job: Job, folder: Path, chosen: list[str]) -> dict[str, Any]:
     bench = Bench(case, plans, models, meta, port.probe())
     cut = next(len(step.tokens) for step in plans[TAPPED].steps if hasattr(step, "tokens"))
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
+    unknown = sorted(set(chosen) - {fault.name for fault in FAULTS})
+    if unknown:
+        raise Refusal(f"--fault {unknown[0]!r}: expected one of {', '.join(fault.name for fault in FAULTS)}")
     faults = [fault for fault in FAULTS if applies(fault, config) and (not chosen or fault.name in chosen)]
     trials = []
     with bar(f"selftest: {checkpoint.name}", len(faults) + 1) as advance:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 
-from mlxkv import pitfalls, reporting
+from mlxkv import pitfalls
 from mlxkv.scenarios import OTHER_CACHES, SYSTEMS
 from oracle.plan import Refusal
 
@@ -17,22 +20,15 @@ FIRST, SECOND = (3, 7, 11, 2, 19), (3, 7, 11, 5, 19)
 
 
 @pytest.fixture(scope="module")
-def made(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pitfalls")
-    given: dict[str, Any] = dict.fromkeys(("revision", "prompt", "other_prompt"))
-    text, exit_code = reporting.pitfalls(
-        out,
-        as_json=False,
-        command="mlxkv pitfalls",
-        model=str(folder_of("gqa")),
-        tokens=FIRST,
-        other_tokens=SECOND,
-        steps=6,
-        **given,
-        device="cpu",
-    )
-    assert exit_code == 0, text
-    assert text.splitlines()[-1].startswith("all behaved as documented    report: ")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report's folder, by the command line; with a config key that no engine knows, which every process is told to ignore."""
+    room = tmp_path_factory.mktemp("pitfalls")
+    model, out = models.save(room / "model", models.config("gqa") | {"surprise": 1}), room / "out"
+    given = ["--tokens", ",".join(map(str, FIRST)), "--other-tokens", ",".join(map(str, SECOND)), "--steps", "6", "--device", "cpu"]
+    command = [sys.executable, "-m", "mlxkv", "pitfalls", str(model), *given, "--ignore-key", "surprise", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"all behaved as documented    report: {out / 'pitfalls.md'}"
     return out
 
 
