@@ -28,18 +28,25 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not all(halves) or config.option.help or config.option.version:
         return None
     options = _options(config.invocation_params.args, config.option.file_or_dir or [])
-    with tempfile.TemporaryDirectory(prefix="mlxkv-tests-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="mlxkv-tests-") as scratch, tempfile.TemporaryFile() as aside:
         environment = {_ROOM: scratch} | os.environ
-        codes = []
-        for paths in halves:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options, *paths], cwd=config.invocation_params.dir, env=environment
+        # At once, since both wait a lot; the oracle's half, the shorter one, is shown when the other is over.
+        outputs = [{"stdout": aside, "stderr": subprocess.STDOUT}, {}]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *paths], cwd=config.invocation_params.dir, env=environment, **output
             )
-            try:
-                codes.append(process.wait())
-            except KeyboardInterrupt:
+            for paths, output in zip(halves, outputs, strict=True)
+        ]
+        try:
+            codes = [process.wait() for process in reversed(processes)]
+        except KeyboardInterrupt:
+            for process in processes:
                 process.wait()
-                return pytest.ExitCode.INTERRUPTED
+            return pytest.ExitCode.INTERRUPTED
+        aside.seek(0)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(aside.read())
         return combined(codes)
 
 

@@ -17,6 +17,7 @@ runtime.prepare("cpu")
 from mlxkv.port.llama import Llama  # noqa: E402
 from mlxkv.port.weights import load  # noqa: E402
 from oracle.checkpoint import Checkpoint, resolve  # noqa: E402
+from oracle.process import alone  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +55,8 @@ def default_checkpoint() -> Checkpoint:
 def default_oracle(room: Path) -> Path:
     """The oracle's run folder of the page's prompt on the default model; made by whichever half of the tests is first."""
     folder = room / "default-oracle"
-    if not (folder / "manifest.json").exists():
-        command = [sys.executable, "-m", "oracle", "run", "--prompt", "The capital of France is", "--out", str(folder)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with alone(room / "default-oracle.lock", waiting=lambda: None):
+        if not (folder / "manifest.json").exists():
+            command = [sys.executable, "-m", "oracle", "run", "--prompt", "The capital of France is", "--out", str(folder)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
