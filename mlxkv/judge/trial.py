@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxkv.judge.locate import Located
@@ -15,7 +16,7 @@ class Trial:
     """One run. `passed` when the verdict and the place are what they must be; `why` says what was not.
 
     `sigma` and `algebra` are the worst over all plans, each None where it did not run; `gate` is the failed gate that is
-    furthest over its limit; the place is that of locate.
+    furthest over its limit; the place is that of locate. `seen_in_lane_b`: whether the run's dtype alone would have shown it.
     """
 
     fault: str
@@ -29,7 +30,7 @@ class Trial:
     layer: int | None
     tap: str | None
     hint: str | None
-    seen_in_float32: bool
+    seen_in_lane_b: bool
 
 
 def accused(verdict: Verdict, found: Located) -> Trial:
@@ -53,8 +54,18 @@ def missed(fault: str, verdict: Verdict, found: Located, expected: tuple[int, in
     return _trial(fault, verdict, found, why)
 
 
+def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
+    """The faults that lane B alone would let pass, each with the models on which it would."""
+    found: dict[str, list[str]] = {}
+    for model, some in trials.items():
+        for trial in some:
+            if trial.fault != RIGHT and not trial.seen_in_lane_b:
+                found.setdefault(trial.fault, []).append(model)
+    return found
+
+
 def _trial(fault: str, verdict: Verdict, found: Located, why: list[str]) -> Trial:
-    float32 = [g for g in verdict.gates if g.scope != "algebra"]
+    lane_b = [g for g in verdict.gates if g.scope != "algebra"]
     return Trial(
         fault=fault,
         outcome=verdict.outcome,
@@ -67,7 +78,7 @@ def _trial(fault: str, verdict: Verdict, found: Located, why: list[str]) -> Tria
         layer=found.layer,
         tap=found.tap,
         hint=found.hint,
-        seen_in_float32=any(g.failed for g in float32),
+        seen_in_lane_b=any(g.failed for g in lane_b),
     )
 
 
