@@ -11,7 +11,7 @@ import pytest
 from models import config
 from synthetic import make_candidates, make_case
 
-from mlxkv import selftesting
+from mlxkv import reporting, selftesting
 from mlxkv.engines.faults import FAULTS, applies
 from mlxkv.judge import power
 from mlxkv.judge.trial import RIGHT, Trial, unseen
@@ -150,3 +150,16 @@ def test_a_selftest_of_other_faults_or_limits_is_seen() -> None:
     assert stale(value | {"trials": {"a": trials[:-1]}}) == [f"fault {NAMES[-1]!r} is in one of list and report"]
     assert stale(value | {"limits": LIMITS | {"PEAK": 7.0}}) == ["limit PEAK is another"]
     assert stale(value | {"trials": {"a": [{"fault": RIGHT, "passed": False}, *trials]}}) == [f"{RIGHT} failed"]
+
+
+def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: Path) -> None:
+    folder = tmp_path / "model" / "machine"
+    folder.mkdir(parents=True)
+    trials = {"a": [{"fault": RIGHT, "passed": True}, {"fault": "stale", "passed": False}]}
+    (folder / "selftest.json").write_text(json.dumps({"trials": trials}))
+    (folder / "calibration.json").write_text(json.dumps({"readings": [], "exit_code": 0}))
+    rows = [line for line in reporting._index(tmp_path).splitlines() if line.startswith("| [")]
+    assert rows == [
+        "| [calibration](model/machine/calibration.md) | model | machine | every correct run within every limit |",
+        "| [selftest](model/machine/selftest.md) | model | machine | 1 of 2 runs judged wrongly |",
+    ]
