@@ -154,6 +154,8 @@ def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...]
 @click.option("--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]")
 @click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
 @click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in.")
+@click.option("--power", type=FOLDER, help="Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.")
 @click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON.")
 def selftest(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
@@ -164,6 +166,26 @@ def selftest(model: str | None, revision: str | None, out: Path, as_json: bool, 
     from mlxkv import reporting
 
     text, exit_code = reporting.selftest(model, revision, out, as_json=as_json, command=_command_line(), **options)
+    _print(text)
+    sys.exit(exit_code)
+
+
+@cli.command()
+@_model
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Correct runs on each model.")
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in.")
+@click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
+@click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
+@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the readings as JSON.")
+def calibrate(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
+    """Measure what correct runs read at every gate, beside its limit: on several models, prompts and all plans.
+
+    Exit code 0 when every correct run is within every limit, else 1.
+    """
+    from mlxkv import reporting
+
+    text, exit_code = reporting.calibrate(model, revision, out, as_json=as_json, command=_command_line(), **options)
     _print(text)
     sys.exit(exit_code)
 

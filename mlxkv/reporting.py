@@ -181,21 +181,44 @@ def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
     return {"pitfalls.json": value, "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
 
 
-def selftest(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
-    """Runs the trials and writes their report into `out`; what to print and the exit code."""
+def selftest(
+    model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, power: Path | None = None, **options: Any
+) -> tuple[str, int]:
+    """Runs the trials and writes their report into `out`, and what lane B lets pass into `power`; what to print and the exit code."""
     from mlxkv import selftesting
     from mlxkv.report import selftest as pages
 
     session.claim(out)
     result = selftesting.run(model, revision, **options)
     value = result.to_json()
+    if power is not None:
+        selftesting.write_power(power, result)
     files = {
         "selftest.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
         "selftest.md": pages.markdown(result.trials, value, commands=[command]),
     }
     for name, content in files.items():
         trace.write_text(out / name, content)
-    return files["selftest.json"] if as_json else pages.console(result.trials, report=str(out / "selftest.md")), result.exit_code
+    text = pages.console(result.trials, dtype=result.dtype, report=str(out / "selftest.md"))
+    return files["selftest.json"] if as_json else text, result.exit_code
+
+
+def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
+    """Measures correct runs and writes what they read into `out`; what to print and the exit code."""
+    from mlxkv import calibrating
+    from mlxkv.report import calibrate as pages
+
+    session.claim(out)
+    result = calibrating.run(model, revision, **options)
+    value, found = result.to_json(), (result.ranges, result.accused)
+    files = {
+        "calibration.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
+        "calibration.md": pages.markdown(*found, value, commands=[command]),
+    }
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    text = pages.console(*found, dtype=result.dtype, report=str(out / "calibration.md"))
+    return files["calibration.json"] if as_json else text, result.exit_code
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
@@ -230,7 +253,10 @@ def _index(out: Path) -> str:
 
 def _said(value: Any) -> str:
     if "trials" in value:
-        return "all found, nobody accused" if value["exit_code"] == 0 else "faults missed or correct runs accused"
+        trials = [t for some in value["trials"].values() for t in some]
+        return f"{sum(not t['passed'] for t in trials)} of {len(trials)} runs judged wrongly"
+    if "readings" in value:
+        return "every correct run within every limit" if value["exit_code"] == 0 else "a correct run is beyond a limit"
     if "surprises" in value:
         return f"{len(value['surprises'])} systems not as documented" if value["surprises"] else "all as documented"
     scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""

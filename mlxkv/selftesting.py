@@ -13,8 +13,9 @@ import numpy as np
 
 from mlxkv import runtime, session
 from mlxkv.engines import job, oracle
-from mlxkv.judge import verdict as limits
-from mlxkv.judge.trial import Trial
+from mlxkv.judge import power
+from mlxkv.judge.trial import RIGHT, Trial, unseen
+from mlxkv.judge.verdict import current_limits
 from mlxkv.progress import say
 from mlxkv.tiny import LAYOUTS, Tiny
 from oracle import tokens as tokenizers
@@ -33,8 +34,9 @@ _TOKENS = 24  # of a random model's prompt
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The trials of every model, by its name, and what each model was."""
+    """The trials of every model in lane B's dtype, by its name, and what each model was."""
 
+    dtype: str
     trials: dict[str, tuple[Trial, ...]]
     models: dict[str, dict[str, Any]]
     environment: dict[str, Any]
@@ -55,6 +57,7 @@ class Result:
         return {
             "format": FORMAT,
             "exit_code": self.exit_code,
+            "dtype": self.dtype,
             "limits": current_limits(),
             "models": self.models,
             "trials": {model: [_plain(trial) for trial in trials] for model, trials in self.trials.items()},
@@ -62,10 +65,18 @@ class Result:
         }
 
 
-def current_limits() -> dict[str, float]:
-    """Every limit that a verdict depends on, by its name in judge/verdict.py."""
-    names = ("SIGMA", "WORST", "PEAK", "SHIFT", "FLIP_MARGIN", "CACHED", "KV_MEDIAN", "KV_MOST", "KV_WORST", "ALGEBRA", "PROBE")
-    return {name: float(getattr(limits, name)) for name in names}
+def write_power(path: Path, result: Result) -> None:
+    """What lane B lets pass, put into a file as the judge's own `power.json`."""
+    passed = unseen(result.trials)
+    models = {
+        name: {
+            "fingerprint": result.models[name]["fingerprint"],
+            "faults": sum(trial.fault != RIGHT for trial in trials),
+            "unseen": [fault for fault, where in passed.items() if name in where],
+        }
+        for name, trials in result.trials.items()
+    }
+    power.write(path, result.dtype, models, limits=current_limits())
 
 
 def run(
@@ -75,7 +86,8 @@ def run(
     faults: Sequence[str],
     tiny: bool,
     real: bool = True,
-    ignore_keys: tuple[str, ...] = (),
+    dtype: str = "float32",
+    ignore_keys: Sequence[str] = (),
 ) -> Result:
     """Every model in turn, each in a process of its own."""
     runtime.require_device("cpu")
@@ -85,10 +97,9 @@ def run(
     made: dict[str, Any] = {}
     manifest: trace.Manifest | None = None
     with session.scratch() as room:
-        for name, checkpoint, ids, prompt in _models(model, revision, room, ignore_keys, tiny=tiny, real=real):
+        for name, checkpoint, ids, prompt in _models(model, revision, room, tiny=tiny, real=real, ignore_keys=ignore_keys):
             say(f"selftest: {name}")
-            question = _question(checkpoint, ids, prompt)
-            answer = oracle.ask(question)
+            answer = oracle.ask(question(checkpoint, ids, prompt, dtype=dtype, taps=TAPS))
             manifest = answer.manifest
             (room / f"run-{name}").mkdir()
             one, made = _trials(checkpoint, answer, room / f"run-{name}", faults)
@@ -96,29 +107,33 @@ def run(
             models[name] = {"fingerprint": checkpoint.fingerprint, "tokens": len(manifest.tokens), "prompt_tokens": len(ids)}
     if manifest is None:
         raise Refusal("selftest: no model to run on, expected the default or the random ones")
-    return Result(trials, models, made, manifest.environment)
+    return Result(dtype, trials, models, made, manifest.environment)
 
 
-def _models(model: str | None, revision: str | None, room: Path, ignore_keys: tuple[str, ...], *, tiny: bool, real: bool) -> Any:
+def _models(model: str | None, revision: str | None, room: Path, *, tiny: bool, real: bool, ignore_keys: Sequence[str]) -> Any:
     """Name, checkpoint, prompt ids and prompt text of each."""
     if real:
         checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
         require_llama(checkpoint)
         tokenizer = tokenizers.load(checkpoint.folder)
         if tokenizer is None:
-            yield checkpoint.name, checkpoint, _random_ids(checkpoint.vocab_size, 0), None
+            yield checkpoint.name, checkpoint, random_ids(checkpoint.vocab_size, 0), None
         else:
             yield checkpoint.name, checkpoint, tuple(tokenizer.encode(PROMPT)), PROMPT
     for one in TINY if tiny else ():
         checkpoint = resolve(str(one.save(room / one.name)))
-        yield one.name, checkpoint, _random_ids(checkpoint.vocab_size, one.seed), None
+        yield one.name, checkpoint, random_ids(checkpoint.vocab_size, one.seed), None
 
 
-def _random_ids(vocab: int, seed: int) -> tuple[int, ...]:
+def random_ids(vocab: int, seed: int) -> tuple[int, ...]:
+    """A prompt for a model without words."""
     return tuple(np.random.default_rng(seed).integers(0, vocab, _TOKENS).tolist())
 
 
-def _question(checkpoint: Checkpoint, ids: tuple[int, ...], prompt: str | None) -> oracle.Question:
+def question(
+    checkpoint: Checkpoint, ids: tuple[int, ...], prompt: str | None, *, dtype: str, taps: tuple[str, ...] = ("hidden",)
+) -> oracle.Question:
+    """The prompt in two halves, and as many tokens after it as the faults of a cache need."""
     half = len(ids) // 2
     return oracle.Question(
         checkpoint=checkpoint,
@@ -127,15 +142,16 @@ def _question(checkpoint: Checkpoint, ids: tuple[int, ...], prompt: str | None) 
         prompt_tokens=len(ids),
         steps=STEPS,
         chunks=(half, len(ids) - half),
-        dtype="float32",
+        dtype=dtype,
         threads=os.cpu_count() or 1,
-        taps=TAPS,
+        taps=taps,
     )
 
 
 def _trials(checkpoint: Checkpoint, answer: oracle.Answer, room: Path, faults: Sequence[str]) -> tuple[tuple[Trial, ...], dict[str, Any]]:
     plans = tuple(oracle.judged(answer.manifest, answer.folder).values())
-    one = job.Job(str(checkpoint.folder), plans, room, "float32", "float32", "cpu", ignore_keys=checkpoint.without)
+    dtype = answer.manifest.dtype
+    one = job.Job(str(checkpoint.folder), plans, room, dtype, dtype, "cpu", ignore_keys=checkpoint.without)
     job.start([ENGINE, str(one.save()), str(answer.folder), str(room / "result.json"), *faults])
     value = json.loads((room / "result.json").read_text(encoding="utf-8"))
     return tuple(Trial(**trial) for trial in value["trials"]), value["environment"]
@@ -147,3 +163,16 @@ def _plain(trial: Trial) -> dict[str, Any]:
     from mlxkv.judge.result import plain
 
     return dict(plain(asdict(trial)))
+
+
+__all__ = [
+    "FORMAT",
+    "RIGHT",
+    "TINY",
+    "Result",
+    "current_limits",
+    "question",
+    "random_ids",
+    "run",
+    "write_power",
+]

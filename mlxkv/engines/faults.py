@@ -55,6 +55,7 @@ class Fault:
     """`first` is the first position that must be named wrong; `layer` and `taps` where locate must point.
 
     `in_logits` is where logits first change, if that is later: a cache's row is wrong before anybody reads it.
+    `none_in` are the dtypes in which it is no fault: a right port in that dtype computes the same.
     """
 
     name: str
@@ -64,16 +65,17 @@ class Fault:
     taps: tuple[str, ...]
     lanes: str = "AB"
     in_logits: Callable[[Place], int] | None = None
+    none_in: tuple[str, ...] = ()
 
 
-def applies(fault: Fault, c: LlamaConfig) -> bool:
-    """Whether the fault is one on this head layout; on another it would change nothing, or have no place."""
+def applies(fault: Fault, c: LlamaConfig, dtype: str = "float32") -> bool:
+    """Whether the fault is one on this head layout and in this dtype; elsewhere it would change nothing, or have no place."""
     needs = {
         "g": 1 < c.num_key_value_heads < c.num_attention_heads,
         "s": c.num_attention_heads * c.head_dim == c.hidden_size,
         "m": c.num_key_value_heads > 1,
     }
-    return all(needs[letter] for letter in fault.lanes if letter in needs)
+    return dtype not in fault.none_in and all(needs[letter] for letter in fault.lanes if letter in needs)
 
 
 def _at(position: int) -> Callable[[Place], int]:
@@ -466,17 +468,17 @@ def _eps(model: Llama, place: Place) -> Iterator[None]:
 FAULTS: tuple[Fault, ...] = (
     Fault("every logit +0.05", logits(lambda x: x + 0.05), _START, _HEAD, ("logits",)),
     Fault("rms_norm_eps a tenth", _eps, _START, _FIRST_LAYER, ("input_norm",)),
-    Fault("cache stored in float16", stored(rounded(mx.float16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT),
+    Fault("cache stored in float16", stored(rounded(mx.float16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT, none_in=("float16",)),
     Fault("rope_theta times 0.99", theta(0.99), _SECOND, _FIRST_LAYER, _TURNED),
     Fault("attention scale times 1.001", attribute("self_attn", "scale", lambda x: x * 1.001), _SECOND, _FIRST_LAYER, _SEEN),
     Fault("one stale key row, last layer", stale("keys", lambda p: p.late), lambda p: p.row, _LATE, ("keys",)),
     Fault("logits times 1.001", logits(lambda x: x * 1.001), _START, _HEAD, ("logits",)),
-    Fault("TF32-like matmul", function(nn.Linear, "__call__", _tf32), _START, _HEAD, (), "B"),
-    Fault("cos and sin in bfloat16", function(caches, "_tables", _rounded_tables), _SECOND, _FIRST_LAYER, _TURNED),
-    Fault("cache stored in bfloat16", stored(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT),
-    Fault("logits rounded to bfloat16", logits(lambda x: rounded(mx.bfloat16)(None, x)), _START, _HEAD, ("logits",)),
+    Fault("TF32-like matmul", function(nn.Linear, "__call__", _tf32), _START, _HEAD, (), "B", none_in=("float16", "bfloat16")),
+    Fault("cos and sin in bfloat16", function(caches, "_tables", _rounded_tables), _SECOND, _FIRST_LAYER, _TURNED, none_in=("bfloat16",)),
+    Fault("cache stored in bfloat16", stored(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("keys",), in_logits=_CUT, none_in=("bfloat16",)),
+    Fault("logits rounded to bfloat16", logits(lambda x: rounded(mx.bfloat16)(None, x)), _START, _HEAD, ("logits",), none_in=("bfloat16",)),
     Fault("one stale key row, middle layer", stale("keys", lambda p: p.early), lambda p: p.row, _EARLY, ("keys",)),
-    Fault("weights through bfloat16", weights(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("embedding",)),
+    Fault("weights through bfloat16", weights(rounded(mx.bfloat16)), _START, _FIRST_LAYER, ("embedding",), none_in=("bfloat16",)),
     Fault("a chunk's positions +1", shifted(lambda start, L: start > 0 and L > 1), _CUT, _FIRST_LAYER, _TURNED),
     Fault("weights through int8 per row", weights(int8), _START, _FIRST_LAYER, ("embedding",)),
     Fault("the mask hides some tokens from themselves", masked(_hides_self), _at(5), _FIRST_LAYER, _SEEN),
@@ -506,4 +508,7 @@ FAULTS: tuple[Fault, ...] = (
         "A",
     ),
 )
-"""All seeded faults. Letters after the lanes: g needs grouped heads (1 < K < H), s a square o_proj, m heads of more than one."""
+"""All seeded faults. Letters after the lanes: g needs grouped heads (1 < K < H), s a square o_proj, m heads of more than one.
+
+In half precision a right port keeps its cache, tables, weights and logits in that dtype, and TF32 is a way of float32 alone.
+"""

@@ -89,9 +89,8 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
-    return Job(plans=plans, out=path.parent, taps=tuple(value.pop("taps")), **value)
-    ignore_keys = tuple(value.pop("ignore_keys"))
-    return Job(plans=plans, out=path.parent, ignore_keys=ignore_keys, **value)
+    taps, ignore_keys = tuple(value.pop("taps")), tuple(value.pop("ignore_keys"))
+    return Job(plans=plans, out=path.parent, taps=taps, ignore_keys=ignore_keys, **value)
 
 
 @dataclass(frozen=True, slots=True)

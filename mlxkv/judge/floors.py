@@ -48,10 +48,11 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     )
 
 
-def cache_floors(case: Case, largest: Floats) -> Floats:
-    """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth."""
+def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> Floats:
+    """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth; of all members but `without`."""
     least = ulp(largest, case.manifest.dtype)
-    raw = [np.asarray(case.floors[name], np.float64) for name in ("keys", "values")]
+    keep = [i for i, name in enumerate(case.floors_meta["members"]) if name != without]
+    raw = [np.asarray(case.floors[name], np.float64)[keep] for name in ("keys", "values")]
     return np.stack([np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)])
 
 

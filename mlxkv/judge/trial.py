@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxkv.judge.locate import Located
@@ -51,6 +52,16 @@ def missed(fault: str, verdict: Verdict, found: Located, expected: tuple[int, in
     if taps and found.tap not in taps:
         why.append(f"tap {found.tap}, expected {' or '.join(taps)}")
     return _trial(fault, verdict, found, why)
+
+
+def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
+    """The faults that lane B alone would let pass, each with the models on which it would."""
+    found: dict[str, list[str]] = {}
+    for model, some in trials.items():
+        for trial in some:
+            if trial.fault != RIGHT and not trial.seen_in_lane_b:
+                found.setdefault(trial.fault, []).append(model)
+    return found
 
 
 def _trial(fault: str, verdict: Verdict, found: Located, why: list[str]) -> Trial:

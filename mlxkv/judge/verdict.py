@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxkv.judge import delta, measure
+from mlxkv.judge import delta, measure, power
 from mlxkv.judge.case import HELD_OUT, ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
@@ -49,6 +49,12 @@ CONTROL_SCALE = {"float32": 1.001, "float16": 1.1, "bfloat16": 2.0}
 STORED = 1e-3  # in floors: both sides sum the same numbers in float64, in another order; reads 3e-15
 DISTINCT_LEAST = 3  # members that are not bitwise equal to another: 5 of 5 in float32, 3 in bfloat16
 CALIBRATED = {("linux", "cpu")}  # device classes on which these limits were measured
+
+
+def current_limits() -> dict[str, float]:
+    """Every limit that a verdict on a port depends on, by its name here."""
+    one = {"SIGMA": SIGMA, "WORST": WORST, "PEAK": PEAK, "SHIFT": SHIFT, "FLIP_MARGIN": FLIP_MARGIN, "CACHED": CACHED}
+    return one | {"KV_MEDIAN": KV_MEDIAN, "KV_MOST": KV_MOST, "KV_WORST": KV_WORST, "ALGEBRA": ALGEBRA, "PROBE": PROBE}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,24 +210,29 @@ def _cached_gate(bench: Bench, inside: Mapping[str, Trace]) -> Gate:
 
 def _cache_gates(bench: Bench, step: Trace | None) -> tuple[list[Gate], list[str]]:
     """Keys and values of the step plan, per layer and head: the worst head's median, 95th percentile and worst row."""
-    truth, limits = bench.case.truth, {"median": KV_MEDIAN, "95%": KV_MOST, "worst row": KV_WORST}
+    truth = bench.case.truth
     odd = cache_reasons(step, truth) if step is not None and layers(step) > 0 else []
     why = "no trace of plan step" if step is None else "no keys in trace" if layers(step) == 0 else odd[0] if odd else None
     if bench.cache_largest is None:
         why, odd = "no keys in the oracle folder", []
     if step is None or bench.cache_largest is None or why is not None:
+        limits = {"median": KV_MEDIAN, "95%": KV_MOST, "worst row": KV_WORST}
         named = [(f"{kind} {what}", limit) for kind in ("keys", "values") for what, limit in limits.items()]
         return [not_run(name, "cache", "step", limit, f"not run: {why}") for name, limit in named], odd
     rms, _ = measure.cache_errors(step, truth)
-    ratios = rms / cache_floors(bench.case, bench.cache_largest)
+    return ratio_gates(bench.case, rms / cache_floors(bench.case, bench.cache_largest)), []
+
+
+def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
+    """The gates on keys and values, from their errors in floors (keys and values, layers, K, n)."""
     gates = []
     for kind, of in zip(("keys", "values"), ratios, strict=True):
         gates += [
             over_rows(f"{kind} median", of, np.median(of, axis=-1), KV_MEDIAN),
             over_rows(f"{kind} 95%", of, np.percentile(of, 95, axis=-1), KV_MOST),
-            in_cache(bench.case, f"{kind} worst row", "cache", of[None], KV_WORST),
+            in_cache(case, f"{kind} worst row", "cache", of[None], KV_WORST),
         ]
-    return gates, []
+    return gates
 
 
 def _controls(bench: Bench) -> list[Control]:
@@ -315,7 +326,8 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
         notes.append(
             f"limits not calibrated on this device ({', '.join(' '.join(c) for c in sorted(odd))}): they were measured on Linux CPUs"
         )
-    return notes + _blind(bench)
+    weak = power.note(power.read(), case.manifest.dtype, current_limits())
+    return notes + _blind(bench) + ([weak] if weak else [])
 
 
 def _blind(bench: Bench) -> list[str]:

@@ -107,7 +107,7 @@ def test_a_coarse_dtype_agrees_too_and_says_what_would_pass(dtype: str) -> None:
     case = make_case(dtype=dtype)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
     assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
-    (note,) = verdict.notes
+    note, _ = verdict.notes
     seen = {"float16": "1.1", "bfloat16": "2"}[dtype]
     assert note.startswith((f"in {dtype} logits times 1.001 pass (sigma 0.", f"in {dtype} logits times 1.001 pass (sigma 1."))
     assert note.endswith(f"unseen outside lane A; times {seen} is seen")

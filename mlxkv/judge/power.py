@@ -1,0 +1,57 @@
+"""What the arithmetic lane is worth in half precision: the seeded faults that it lets pass, measured by `mlxkv selftest`.
+
+The measurement is a file of the package, `power.json`, by dtype: the limits of the day, and for each model the faults tried
+and those unseen. In a coarse dtype the noise hides more; what lane A finds in float64 lane B may not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from oracle.plan import Refusal
+from oracle.trace import write_text
+
+FORMAT = "mlxkv-power/1"
+MEASURED = Path(__file__).with_name("power.json")
+
+
+def read(path: Path = MEASURED) -> dict[str, Any]:
+    """The measurements by dtype; a Refusal where the file is not one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: cannot be read ({' '.join(str(error).split())}); make it with `mlxkv selftest --power`") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("dtypes"), dict):
+        raise Refusal(f"{path}: expected {FORMAT!r} with dtypes; make it with `mlxkv selftest --power`")
+    return dict(value["dtypes"])
+
+
+def write(path: Path, dtype: str, models: Mapping[str, Mapping[str, Any]], *, limits: Mapping[str, float]) -> None:
+    """Puts one dtype's measurement into the file, beside those of the others.
+
+    `models` have a `fingerprint`, the number of `faults` and the names of those `unseen`.
+    """
+    dtypes = (read(path) if path.exists() else {}) | {dtype: {"limits": dict(limits), "models": models}}
+    write_text(path, json.dumps({"format": FORMAT, "dtypes": dtypes}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -> str | None:
+    """How much lane B is worth in this dtype, in one line; None where it is the dtype that the limits were made for."""
+    if dtype == "float32":
+        return None
+    how = f"`mlxkv selftest --dtype {dtype} --power FILE` measures it"
+    if dtype not in measured:
+        return f"how many faults lane B lets pass in {dtype} was not measured; {how}"
+    then, models = measured[dtype]["limits"], measured[dtype]["models"]
+    names = list(dict.fromkeys(name for model in models.values() for name in model["unseen"]))
+    always = [name for name in names if all(name in model["unseen"] for model in models.values())]
+    sometimes = [name for name in names if name not in always]
+    said = f"in {dtype} lane B alone lets {len(names)} of {max(m['faults'] for m in models.values())} seeded faults pass"
+    parts = [f"on every model: {', '.join(always)}"] if always else []
+    parts += [f"on some: {', '.join(sometimes)}"] if sometimes else []
+    changed = [name for name in sorted(set(then) | set(limits)) if then.get(name) != limits.get(name)]
+    old = f"; out of date: measured with other limits ({', '.join(changed)}), {how}" if changed else ""
+    return f"{said} ({'; '.join([*parts, 'measured on ' + ', '.join(models)])}){old}"

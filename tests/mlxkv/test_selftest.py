@@ -1,0 +1,165 @@
+"""The selftest on small models: every fault found in its place, in float32 and in half precision; and what was measured is of today."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import config
+from synthetic import make_candidates, make_case
+
+from mlxkv import reporting, selftesting
+from mlxkv.engines.faults import FAULTS, applies
+from mlxkv.judge import power
+from mlxkv.judge.trial import RIGHT, Trial, unseen
+from mlxkv.judge.verdict import current_limits, judge
+from mlxkv.port.config import LlamaConfig
+from mlxkv.report import selftest as pages
+from mlxkv.tiny import Tiny
+from oracle.plan import Refusal
+
+ROOT = Path(__file__).parents[2]
+NAMES = [fault.name for fault in FAULTS]
+LIMITS = current_limits()
+
+
+@pytest.mark.parametrize(("layout", "std", "dtype"), [("mha", 0.2, "float32"), ("gqa", 0.02, "float32"), ("mqa", 0.2, "bfloat16")])
+def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
+    layout: str, std: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftesting, "TINY", (Tiny(layout, std, 0),))
+    result = selftesting.run(None, None, faults=(), tiny=True, real=False, dtype=dtype)
+    ((name, trials),) = result.trials.items()
+    of = LlamaConfig.from_json(config(layout, head_dim=8, attention_bias=False))
+    assert [t.fault for t in trials] == [RIGHT, *(f.name for f in FAULTS if applies(f, of, dtype))]
+    assert [(t.fault, t.why) for t in trials if not t.passed] == []
+    assert (result.exit_code, name, result.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
+
+
+def test_what_a_right_port_does_in_a_dtype_is_no_fault_there() -> None:
+    gqa = LlamaConfig.from_json(config("gqa"))
+    absent = {dtype: [f.name for f in FAULTS if not applies(f, gqa, dtype)] for dtype in ("float32", "float16", "bfloat16")}
+    assert absent == {
+        "float32": [],
+        "float16": ["cache stored in float16", "TF32-like matmul"],
+        "bfloat16": [
+            "TF32-like matmul",
+            "cos and sin in bfloat16",
+            "cache stored in bfloat16",
+            "logits rounded to bfloat16",
+            "weights through bfloat16",
+        ],
+    }
+
+
+def trial(fault: str, *, seen: bool, passed: bool = True) -> Trial:
+    return Trial(fault, "differ", passed, "" if passed else "layer 1, expected 0", 0.5, 1e-3, "sigma", 0, 0, "keys", None, seen)
+
+
+TRIALS = {
+    "a": [trial(RIGHT, seen=False), trial("stale", seen=False), trial("lost", seen=True), trial("scale", seen=False)],
+    "b": [trial("stale", seen=False), trial("lost", seen=False), trial("scale", seen=True, passed=False)],
+}
+
+
+def test_the_faults_that_lane_b_lets_pass_end_the_report() -> None:
+    assert unseen(TRIALS) == {"stale": ["a", "b"], "scale": ["a"], "lost": ["b"]}
+    last = [
+        "- unseen in float16 outside lane A: stale (every model)",
+        "- unseen in float16 outside lane A: scale (a)",
+        "- unseen in float16 outside lane A: lost (b)",
+    ]
+    sentence = "5 of 6 faults found in their place, 0 of 1 correct runs accused"
+    lines = pages.console(TRIALS, dtype="float16", report="x.md").splitlines()
+    assert lines[-5:] == ["failed: b: scale: layer 1, expected 0", *last, f"{sentence}    report: x.md"]
+    models = {name: {"fingerprint": "f" * 64, "tokens": 39} for name in TRIALS}
+    value = {"dtype": "float16", "limits": LIMITS, "models": models, "environment": {"port": {}, "oracle": {}}}
+    lines = pages.markdown(TRIALS, value, commands=["mlxkv selftest"]).splitlines()
+    assert lines[-5:] == ["## What lane B alone would let pass in float16", "", *last]
+
+
+def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(tmp_path: Path) -> None:
+    path, models = tmp_path / "power.json", {}
+    for name, some in (("a", ["x", "y"]), ("b", ["y", "z"])):
+        models[name] = {"fingerprint": name * 64, "faults": 30, "unseen": some}
+    power.write(path, "bfloat16", {"a": models["a"]}, limits=LIMITS)
+    power.write(path, "float16", models, limits=LIMITS)
+    assert sorted(power.read(path)) == ["bfloat16", "float16"]
+    said = "in float16 lane B alone lets 3 of 30 seeded faults pass (on every model: y; on some: x, z; measured on a, b)"
+    assert power.note(power.read(path), "float16", LIMITS) == said
+    how = "`mlxkv selftest --dtype float16 --power FILE` measures it"
+    assert power.note(power.read(path), "float16", LIMITS | {"SIGMA": 9.0}) == (
+        f"{said}; out of date: measured with other limits (SIGMA), {how}"
+    )
+    assert power.note({}, "float16", LIMITS) == f"how many faults lane B lets pass in float16 was not measured; {how}"
+    assert power.note(power.read(path), "float32", LIMITS) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "other", "dtypes": {}}', '{"format": "mlxkv-power/1"}'])
+def test_a_file_that_is_no_measurement_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "power.json").write_text(text)
+    with pytest.raises(Refusal, match=r"power\.json: .* make it with `mlxkv selftest --power`"):
+        power.read(tmp_path / "power.json")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_comparison_in_half_precision_says_what_the_package_has_measured(dtype: str) -> None:
+    case = make_case(dtype=dtype)
+    notes = judge(case, make_candidates(case)).notes
+    assert notes[-1] == power.note(power.read(), dtype, LIMITS)
+    assert notes[-1].startswith(f"in {dtype} lane B alone lets ")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_package_has_measured_today_s_faults_by_today_s_limits(dtype: str) -> None:
+    measured = power.read()[dtype]
+    remedy = f"run `mlxkv selftest --dtype {dtype} --no-real --power mlxkv/judge/power.json`"
+    assert measured["limits"] == LIMITS, remedy
+    tried = {layout: sum(applies(f, LlamaConfig.from_json(config(layout)), dtype) for f in FAULTS) for layout in ("gqa", "mqa")}
+    for name, model in measured["models"].items():
+        assert set(model["unseen"]) <= set(NAMES), remedy
+        assert model["faults"] == tried.get(name.split("-")[0], model["faults"]), remedy
+    assert {name.split("-")[0] for name in measured["models"]} >= {"gqa", "mqa"}, remedy
+
+
+def stale(value: Mapping[str, Any]) -> list[str]:
+    """Where a committed selftest.json is not of today's faults and limits."""
+    tried: Sequence[Sequence[Mapping[str, Any]]] = list(value["trials"].values())
+    found = {t["fault"] for some in tried for t in some} - {RIGHT}
+    expected = {f.name for f in FAULTS if value["dtype"] not in f.none_in}
+    said = [f"fault {name!r} is in one of list and report" for name in sorted(found ^ expected)]
+    said += [f"limit {name} is another" for name, limit in LIMITS.items() if value["limits"].get(name) != limit]
+    return said + [f"{t['fault']} failed" for some in tried for t in some if not t["passed"]]
+
+
+COMMITTED = sorted(ROOT.glob("reports/*/*/selftest.json"))
+
+
+def test_the_committed_selftest_covers_the_faults_and_limits_of_today() -> None:
+    for path in COMMITTED:
+        assert stale(json.loads(path.read_bytes())) == [], f"run `mlxkv selftest --out {path.parent.relative_to(ROOT)}`"
+
+
+def test_a_selftest_of_other_faults_or_limits_is_seen() -> None:
+    trials = [{"fault": name, "passed": True} for name in (RIGHT, *NAMES)]
+    value: dict[str, Any] = {"dtype": "float32", "limits": LIMITS, "trials": {"a": trials}}
+    assert stale(value) == []
+    assert stale(value | {"trials": {"a": trials[:-1]}}) == [f"fault {NAMES[-1]!r} is in one of list and report"]
+    assert stale(value | {"limits": LIMITS | {"PEAK": 7.0}}) == ["limit PEAK is another"]
+    assert stale(value | {"trials": {"a": [{"fault": RIGHT, "passed": False}, *trials]}}) == [f"{RIGHT} failed"]
+
+
+def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: Path) -> None:
+    folder = tmp_path / "model" / "machine"
+    folder.mkdir(parents=True)
+    trials = {"a": [{"fault": RIGHT, "passed": True}, {"fault": "stale", "passed": False}]}
+    (folder / "selftest.json").write_text(json.dumps({"trials": trials}))
+    (folder / "calibration.json").write_text(json.dumps({"readings": [], "exit_code": 0}))
+    rows = [line for line in reporting._index(tmp_path).splitlines() if line.startswith("| [")]
+    assert rows == [
+        "| [calibration](model/machine/calibration.md) | model | machine | every correct run within every limit |",
+        "| [selftest](model/machine/selftest.md) | model | machine | 1 of 2 runs judged wrongly |",
+    ]
