@@ -81,7 +81,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
-@click.option("--engine", metavar="[port|mlx-lm]", default="port", show_default=True, help="Whose Llama is judged.")
+@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is judged.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option(
@@ -97,7 +97,8 @@ def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
     Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report. With
-    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone.
+    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
+    FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens, cache=cache) and make_cache().
     """
     from mlxkv import reporting
 

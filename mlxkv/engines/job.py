@@ -26,6 +26,7 @@ class Job:
 
     `cache` names a class of mlx-lm's, for its engine alone; a RotatingKVCache has its size behind a colon. `cache_dtype` is
     one other than the model's, and `masks` keeps the cache's masks, both for the port alone.
+    `custom` is the FILE.py:load of a person's own, for its engine alone.
     `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
     second time with every layer fed the truth's input.
     """
@@ -44,6 +45,7 @@ class Job:
     taps: tuple[str, ...] = ()
     truth: str | None = None
     ignore_keys: tuple[str, ...] = ()
+    custom: str = ""
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -82,6 +84,7 @@ class Job:
             "taps": self.taps,
             "truth": self.truth,
             "ignore_keys": list(self.ignore_keys),
+            "custom": self.custom,
         }
         write_text(path, json.dumps(value))
         return path
@@ -91,9 +94,8 @@ def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     value = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(from_json(p) for p in value.pop("plans"))
-    return Job(plans=plans, out=path.parent, taps=tuple(value.pop("taps")), **value)
-    ignore_keys = tuple(value.pop("ignore_keys"))
-    return Job(plans=plans, out=path.parent, ignore_keys=ignore_keys, **value)
+    taps, ignore_keys = tuple(value.pop("taps")), tuple(value.pop("ignore_keys"))
+    return Job(plans=plans, out=path.parent, taps=taps, ignore_keys=ignore_keys, **value)
 
 
 @dataclass(frozen=True, slots=True)
