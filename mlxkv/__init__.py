@@ -12,17 +12,20 @@ TYPE_CHECKING = False  # typing's own would be a fifth of the time in which Pyth
 if TYPE_CHECKING:
     from typing import Any
 
+    from mlxkv import testing
     from mlxkv.port.cache import Cache, CacheError
     from mlxkv.port.config import LlamaConfig
     from mlxkv.port.llama import Llama
     from mlxkv.port.weights import load
 
-__all__ = ["Cache", "CacheError", "Llama", "LlamaConfig", "load"]
+__all__ = ["Cache", "CacheError", "Llama", "LlamaConfig", "load", "testing"]
 
 _HOMES = {"Cache": "cache", "CacheError": "cache", "Llama": "llama", "LlamaConfig": "config", "load": "weights"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return import_module("mlxkv.testing")
     if name not in _HOMES:
         raise AttributeError(f"module 'mlxkv' has no attribute {name!r}")
     return getattr(import_module(f"mlxkv.port.{_HOMES[name]}"), name)

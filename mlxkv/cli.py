@@ -81,7 +81,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
-@click.option("--engine", metavar="[port|mlx-lm]", default="port", show_default=True, help="Whose Llama is judged.")
+@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is judged.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option(
@@ -91,20 +91,42 @@ def cli() -> None:
     multiple=True,
     help="A trace of a third engine, judged too and shown beside.",
 )
+@click.option("--no-run", is_flag=True, help="Judge the --candidate traces by the --oracle folder alone; MLX is not needed.")
 @click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
-def compare(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+def compare(
+    oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
+) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
     Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report. With
-    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone.
+    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
+    FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens, cache=cache) and make_cache().
     """
+    if no_run:
+        _judge_stored(oracle_folder, candidates, out, as_json=as_json)
     from mlxkv import reporting
 
     request = _request(oracle=oracle_folder, fresh=fresh, **options)
     result = reporting.compare(request, out, candidates=candidates, command=_command_line())
     _print(result.as_json() if as_json else result.text(out))
     sys.exit(result.exit_code)
+
+
+@cli.command()
+@click.argument("traces", nargs=-1, type=FOLDER, metavar="A B [C ...]")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+def delta(traces: tuple[Path, ...], as_json: bool) -> None:
+    """Compare stored traces of any engines, every pair over the positions that both have.
+
+    Exit code 0 when they were compared, whatever the numbers: nothing is judged. 2 when they cannot be: other weights,
+    other tokens, another vocabulary.
+    """
+    from mlxkv import stored
+
+    if len(traces) < 2:
+        raise Refusal(f"delta: {len(traces)} traces, expected two or more; give their files")
+    _print(stored.delta(traces, as_json=as_json))
 
 
 @cli.command()
@@ -273,6 +295,23 @@ def _request(prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ..
         except (OSError, UnicodeDecodeError) as error:
             raise Refusal(f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
     return Request(prompt=prompt, tokens=tokens, **rest)
+
+
+def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, *, as_json: bool) -> None:
+    """`compare --no-run`, to its exit code. What would shape a run has no meaning, so giving it is a mistake."""
+    from click.core import ParameterSource
+
+    from mlxkv import stored
+
+    context, allowed = click.get_current_context(), {"oracle_folder", "candidates", "no_run", "out", "as_json"}
+    given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    odd = sorted(set(given) - allowed)
+    if odd or folder is None:
+        what = f"{', '.join(odd)} given" if odd else "no --oracle"
+        raise Refusal(f"--no-run: {what}, expected --oracle and --candidate, --out and --json alone, as nothing runs")
+    judged = stored.compare(folder, candidates, out, command=_command_line())
+    _print(judged.files["compare.json"] if as_json else judged.text)
+    sys.exit(judged.verdict.exit_code)
 
 
 def _command_line() -> str:

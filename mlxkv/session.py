@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mlxkv import runtime
-from mlxkv.engines import AlreadySaid, job, oracle
+from mlxkv.engines import AlreadySaid, custom, job, oracle
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.suspects import read_suspects
 from mlxkv.port.config import LlamaConfig
@@ -21,7 +22,7 @@ from oracle import tokens as tokenizers
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
 from oracle.plan import Refusal
 
-PORT, MLX_LM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm"
+PORT, MLX_LM, CUSTOM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.custom"
 DEFAULT_PROMPT = "The capital of France is"
 ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c")
 """Size and sha256 of HuggingFaceTB/SmolLM2-135M-Instruct's model.safetensors, revision 12fd25f77366."""
@@ -81,7 +82,7 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
         arithmetic = job.Job(str(checkpoint.folder), plans, room / "run", dtype, dtype, request.device, ignore_keys=keys)
         done, took = follow(arithmetic, meanwhile)
         traces = [_traces(one) for one in done]
-        yield Runs(request.engine, folder, case, checkpoint, traces[0], sum(traces[1:], ()), {"oracle": made} | took)
+        yield Runs(Path(request.engine).name, folder, case, checkpoint, traces[0], sum(traces[1:], ()), {"oracle": made} | took)
 
 
 def suspects(runs: Runs) -> Path | str:
@@ -118,10 +119,11 @@ def _follower(engine: str) -> Callable[[job.Job, Callable[[], object]], _Followe
     if engine == "port":
         return _both_lanes
     if engine != "mlx-lm":
-        raise Refusal(f"--engine: {engine!r}, expected port or mlx-lm")
+        source = custom.find(engine)
+        return partial(_one_lane, CUSTOM, source.name, f"{source.file}:{source.function}")
     if not runtime.has("mlx_lm"):
         raise Refusal("mlx-lm is not installed: pip install 'mlxkv[port]'")
-    return _one_lane
+    return partial(_one_lane, MLX_LM, engine, "")
 
 
 def _both_lanes(arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Followed:
@@ -137,11 +139,12 @@ def _both_lanes(arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Follow
         return [arithmetic, algebra], {"port": arithmetic.end(b), "port float64": algebra.end(a)}
 
 
-def _one_lane(arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Followed:
-    """mlx-lm in the run's dtype: in float64 MLX's own functions, which it calls, are only float32-accurate."""
-    with arithmetic.begin(MLX_LM) as a:
+def _one_lane(module: str, name: str, source: str, arithmetic: job.Job, meanwhile: Callable[[], object]) -> _Followed:
+    """Another's model in the run's dtype: in float64 MLX's own functions, which it may call, are only float32-accurate."""
+    arithmetic = replace(arithmetic, custom=source)
+    with arithmetic.begin(module) as a:
         meanwhile()
-        return [arithmetic], {"mlx-lm": arithmetic.end(a)}
+        return [arithmetic], {name: arithmetic.end(a)}
 
 
 def _traces(done: job.Job) -> tuple[trace.Trace, ...]:

@@ -26,6 +26,7 @@ class Job:
 
     `caches` says by a plan's name which other caches it runs on than the engine's usual ones: a class of mlx-lm's (a
     RotatingKVCache has its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
+    `custom` is the FILE.py:load of a person's own, for its engine alone.
     `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
     second time with every layer fed the truth's input.
     """
@@ -43,6 +44,7 @@ class Job:
     taps: tuple[str, ...] = ()
     truth: str | None = None
     ignore_keys: tuple[str, ...] = ()
+    custom: str = ""
 
     def trace(self, plan: Plan) -> Path:
         """Where a plan's trace goes."""
@@ -80,6 +82,7 @@ class Job:
             "taps": self.taps,
             "truth": self.truth,
             "ignore_keys": list(self.ignore_keys),
+            "custom": self.custom,
         }
         write_text(path, json.dumps(value))
         return path

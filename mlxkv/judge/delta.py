@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, blocks, in_order, rows_of
+from mlxkv.judge.measure import Array, Floats, TruthRows, blocks, in_order, rows_of, truth_rows
 from oracle.plan import Refusal
 from oracle.trace import Trace
 
@@ -85,12 +85,24 @@ class Tables:
 
 def figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str) -> Figures:
     """The figures of other tools, in float64."""
-    order, positions, vocab = in_order(trace)
+    order, positions, _ = in_order(trace)
+    return _figures(trace, truth, rows, plan=plan, order=order, positions=positions)
+
+
+def beside(a: Trace, b: Trace, positions: Sequence[int]) -> Figures:
+    """The same of any two runs over `positions`, b in the truth's place; a Refusal where either lacks one of them."""
+    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
+    return _figures(a, b, truth_rows(b), plan=a.meta.plan.name, order=rows_a, positions=rows_b)
+
+
+def _figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: Array, positions: Array) -> Figures:
+    """`order` are rows of the trace, `positions` those rows of the truth that stand beside them."""
+    vocab = trace.logits.shape[1]
     squares = {"e": 0.0, "t": 0.0, "x": 0.0, "xt": 0.0}
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for part in blocks(len(order), vocab):
-            x, t = trace.logits[order[part]].astype(np.float64), truth.logits[positions[part]]
+            x, t = trace.logits[order[part]].astype(np.float64), truth.logits[positions[part]].astype(np.float64)
             e = x - t
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
                 squares[name] += float(np.einsum("rv,rv->", u, w))

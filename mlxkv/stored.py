@@ -1,0 +1,74 @@
+"""What is made of stored traces alone: nothing runs, and neither MLX nor torch is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlxkv.judge import stored
+from mlxkv.judge.case import by_plan, read_case
+from mlxkv.judge.result import Verdict, plain
+from mlxkv.judge.verdict import judge
+from mlxkv.report import delta as pages
+from mlxkv.report import markdown
+from oracle import trace
+from oracle.plan import Refusal
+from oracle.trace import Manifest
+
+DELTA = "mlxkv-delta/1"
+
+
+def delta(paths: Sequence[Path], *, as_json: bool) -> str:
+    """Every pair of the traces, over the positions that both have, as text or as JSON."""
+    traces = [trace.read(path) for path in paths]
+    compared = stored.compare(traces)
+    if not as_json:
+        return pages.console(traces, compared)
+    files = [{"path": str(t.path), "rows": len(t.positions)} | t.meta.to_json() for t in traces]
+    pairs = [{"a": c.a, "b": c.b, "positions": c.positions} | _numbers(c) for c in compared]
+    return json.dumps(plain({"format": DELTA, "traces": files, "pairs": pairs}), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _numbers(compared: stored.Compared) -> dict[str, object]:
+    """Both tables' numbers in one; the runs are named beside them already."""
+    both = asdict(compared.figures) | asdict(compared.pair)
+    return {name: value for name, value in both.items() if name not in ("a", "b", "plan")}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict on stored traces, and the files that say so."""
+
+    verdict: Verdict
+    text: str
+    files: dict[str, str]
+
+
+def compare(folder: Path, candidates: Sequence[Path], out: Path, *, command: str) -> Judged:
+    """Judges the traces by the oracle's folder and writes a report into `out`, without the plot, which only a run has."""
+    if not candidates:
+        raise Refusal("--no-run: nothing to judge, expected traces of an engine; give each with --candidate")
+    traces = [trace.read(path) for path in candidates]
+    case = read_case(folder)
+    verdict = judge(case, by_plan(case.manifest, traces))
+    sides = (markdown.side(traces[0].meta), markdown.oracle_side(case.manifest))
+    files = {
+        "compare.json": _json(verdict, case.manifest, traces[0]),
+        "compare.md": markdown.compare_report(verdict, case.manifest, sides=sides, commands=[command]),
+    }
+    for name, content in files.items():
+        trace.write_text(out / name, content)
+    (out / "compare.svg").unlink(missing_ok=True)  # of an earlier run
+    text = markdown.console_report(verdict, case.manifest, sides=sides, report=str(out / "compare.md"))
+    return Judged(verdict, text, files)
+
+
+def _json(verdict: Verdict, manifest: Manifest, first: trace.Trace) -> str:
+    value = verdict.to_json() | {
+        "model": {"name": manifest.name, "source": manifest.source, "revision": manifest.revision, "note": manifest.note},
+        "prompt": manifest.prompt,
+        "environment": {first.meta.engine: plain(first.meta.environment), "oracle": plain(manifest.environment)},
+    }
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"

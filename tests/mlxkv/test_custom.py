@@ -1,0 +1,238 @@
+"""A person's own MLX model is judged as the port is; what goes wrong in their file is one line that says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import numpy as np
+import own_llama
+import pytest
+
+from mlxkv.engines import custom
+from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
+
+OWN = Path(own_llama.__file__)
+SEQUENCE = models.ids(24, seed=5)
+
+
+def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+
+
+def refused(done: subprocess.CompletedProcess[str], line: str) -> None:
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    last = [shown for shown in done.stderr.splitlines() if shown.startswith("error: ")]
+    assert last == [f"error: {line}"], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def answer(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The oracle's run folder of the tiny model."""
+    out = tmp_path_factory.mktemp("oracle") / "run"
+    ids = ",".join(map(str, SEQUENCE))
+    command = ["oracle", "run", str(folder_of("gqa")), "--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    return out
+
+
+def written(folder: Path, *changes: tuple[str, str], name: str = "mine.py") -> Path:
+    """The person's file with some of its text replaced."""
+    text = OWN.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+# In processes of their own, as a person runs it.
+
+
+def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(answer: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = compare("--engine", f"{OWN}:load", "--oracle", answer, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"own_llama.py:load: agree (logits, cache)    report: {out / 'compare.md'}"
+    assert "  own_llama.py:load, mlx 0." in done.stdout.splitlines()[0]
+    verdict = json.loads((out / "compare.json").read_text())
+    assert (verdict["subject"]["engine"], verdict["plans"]) == ("own_llama.py:load", ["full", "step", "prefixes", "chunked"])
+    assert [g["name"] for g in verdict["gates"] if not g["ran"]] == ["algebra (float64)"]
+    assert sorted(verdict["environment"]) == ["oracle", "own_llama.py:load"]
+    assert len(verdict["environment"]["own_llama.py:load"]["sha256 of own_llama.py"]) == 64
+    assert (out / "compare.md").read_text().startswith("# own_llama.py:load against transformers: ")
+    assert str(OWN) not in (out / "compare.json").read_text()
+
+
+def test_a_wrong_one_differs_and_the_usual_suspect_is_named(answer: Path, tmp_path: Path) -> None:
+    mine = written(tmp_path, ('self.config["rope_theta"]', "500000.0"))
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\ncause: looks like rope_theta 500000 instead of 10000 (sigma " in done.stdout
+    assert "\nmine.py:load: differ (logits, cache): sigma" in done.stdout
+
+
+def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(answer: Path, tmp_path: Path) -> None:
+    mine = written(tmp_path, ("    @property\n    def state(self):\n        return self.keys, self.values\n", ""))
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["scopes"] == ["logits"]
+    assert {g["reason"] for g in verdict["gates"] if g["name"].startswith(("keys", "values"))} == {"not run: no keys in trace"}
+    assert [g["ran"] for g in verdict["gates"] if g["name"] == "cached against uncached"] == [True]
+
+
+def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_path: Path) -> None:
+    # The newest row is attended to but not kept after the first call.
+    mine = written(
+        tmp_path,
+        ("        self.keys, self.values, self.offset = keys, values, keys.shape[2]\n", "        self.keep(keys, values)\n"),
+        ("    def trim", "    def keep(self, keys, values):\n        if self.keys is None:\n"
+         "            self.keys, self.values = keys, values\n        self.offset += 1\n\n    def trim"),
+        ("return self.keys, self.values\n\n", "raise AttributeError\n\n"),
+    )  # fmt: skip
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert [g["plan"] for g in verdict["gates"] if g["name"] == "sigma" and g["failed"]] == ["step", "chunked"]
+
+
+def test_nan_differs(answer: Path, tmp_path: Path) -> None:
+    mine = written(tmp_path, ('return self.linear("lm_head"', 'return mx.nan * self.linear("lm_head"'))
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nmine.py:load: differ (logits, cache): finite, sigma" in done.stdout
+
+
+# In this process.
+
+MODEL = "model(tokens, cache=cache)"
+CALL = f"mine.py:load: {MODEL}"
+HEAD = 'return self.linear("lm_head", self.norm("model.norm", x))'
+CACHE = 'return [LayerCache() for _ in range(self.config["num_hidden_layers"])]'
+MORE = "; run it by itself to see more"
+
+
+def at(what: str, error: str, line: str) -> str:
+    return f"mine.py:load: {what} failed with {error} (mine.py:{line}){MORE}"
+
+
+SHAPE = "expected [1, 24, 40] of floats: batch, tokens, vocabulary"
+
+
+def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
+    source = custom.find(f"{file}:load")
+    return custom.Runner(custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40).run()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("import json\n", "import jsno\n", at("import", "ModuleNotFoundError: No module named 'jsno'", "3 in <module>")),
+        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "63")),
+        ("def load(", "def laod(", "mine.py:load: no function load in DIR/mine.py, expected load(path, dtype)"),
+        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "64 in load")),
+        ("def make_cache", "def new_cache", f"mine.py:load: a OwnLlama without make_cache(), {custom.CONVENTION}"),
+        ("def __call__", "def call", f"mine.py:load: a OwnLlama without model(tokens, cache=cache), {custom.CONVENTION}"),
+        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "35 in make_cache")),
+        (CACHE, "return 3", "mine.py:load: make_cache() gave a int, expected a list with one cache per layer"),
+        (HEAD, "return mx.zeros(6).reshape(7)",
+         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "60 in __call__")),
+        (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "60 in __call__")),
+        (HEAD, f"{HEAD}[0]", f"{CALL} gave [24, 40] float32, {SHAPE}"),
+        (HEAD, f"{HEAD}[:, -1:]", f"{CALL} gave [1, 1, 40] float32, {SHAPE}"),
+        (HEAD, f"{HEAD}[..., :39]", f"{CALL} gave [1, 24, 39] float32, {SHAPE}"),
+        (HEAD, f"{HEAD}.astype(mx.int32)", f"{CALL} gave [1, 24, 40] int32, {SHAPE}"),
+        (HEAD, f"{HEAD}.tolist()", f"{CALL} gave a list, expected an mx.array [1, 24, 40]"),
+        ("return self.keys, self.values\n\n", "return self.nothing\n\n", None),
+        ("return self.keys, self.values\n\n", "LayerCache.n = getattr(LayerCache, 'n', 0) + 1\n"
+         "        return (self.keys, self.values) if LayerCache.n % 2 else None\n\n", None),
+        ("return self.keys, self.values\n\n", "raise OSError(self.offset)\n\n", at("a cache's state", "OSError: 24", "16 in state")),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_in_the_file_is_one_line(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str | None
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    mine, folder, plan = written(tmp_path, (old, new)), folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"]
+    if line is None:  # nothing is shown, which is no fault
+        assert sorted(run(mine, folder, plan).arrays()) == ["logits", "positions", "steps"]
+        return
+    with pytest.raises(Refusal) as told:
+        run(mine, folder, plan).arrays()
+    assert str(told.value) == line.replace("FOLDER", str(folder)).replace("DIR", str(tmp_path))
+
+
+def test_an_error_within_what_the_file_calls_is_shown_where_the_file_called_it(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    mine = written(tmp_path, ("import json\n", "import json\nfrom beside_mine import config_of\n"), ("json.loads(", "config_of("))
+    (tmp_path / "beside_mine.py").write_text("import json\n\n\ndef config_of(text):\n    return json.loads(text[1:])\n")
+    with pytest.raises(Refusal, match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:65 in load\); run it by itself"):
+        run(mine, folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"])
+
+
+def test_what_the_convention_cannot_express_is_its_steps_error(folder_of: Callable[[str], Path]) -> None:
+    tokens = (3, 7, 11, 2, 19)
+    plan = Plan(
+        "misuse",
+        (
+            New("a"),
+            Call("a", tokens, 0),
+            Clone("a", "b"),
+            Call("a", (4, 6), None),
+            Call("b", (8,), 5),
+            Call("a", (4,), 0),
+            Crop("a", 9),
+            Crop("a", 5),
+            Call("a", (8,), 5),
+            Reset("a"),
+            Call("a", tokens, 0),
+            New("n", use_kv_cache=False),
+            Call("n", tokens, 0),
+            Call("n", tokens, 0),
+            New("g"),
+            Greedy("g", tokens, 0, 3),
+        ),
+    )
+    found = run(OWN, folder_of("gqa"), plan)
+    errors = {i: outcome.error for i, outcome in enumerate(found.outcomes) if outcome.error is not None}
+    assert errors == {
+        5: "cannot be expressed: index_pos 0 with 7 tokens cached, as the cache has the position",
+        6: "crop: length is 9, expected at most the 7 tokens cached",
+    }
+    arrays = found.arrays()
+    rows = {step: arrays["logits"][arrays["steps"] == step] for step in range(16)}
+    assert np.array_equal(rows[4], rows[8])  # the clone, and the cropped cache
+    assert np.array_equal(rows[1], rows[10])
+    assert np.array_equal(rows[12], rows[13])
+    assert arrays["kv/b/000/keys"].shape == (2, 6, 8)
+    assert sorted({name.split("/")[1] for name in arrays if name.startswith("kv/")}) == ["a", "b", "g"]
+
+
+@pytest.mark.parametrize("engine", ["mlx_lm", "mine.py", "mine.py:", "mine.txt:load", "mine.py:a b"])
+def test_an_engine_that_names_no_function_in_a_file_is_refused(engine: str) -> None:
+    with pytest.raises(Refusal, match=r"expected port or mlx-lm, or FILE\.py:FUNCTION for a model of your own"):
+        custom.find(engine)
+
+
+def test_a_file_that_is_not_there_is_refused_before_the_oracle_is_asked(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    done = compare(folder_of("gqa"), "--tokens", "1,2", "--engine", "gone.py:load", "--out", tmp_path / "out", **env)
+    refused(done, "--engine: gone.py: no such file, expected the Python file that holds load; check the path")
+    assert not (tmp_path / "cache" / "oracle").exists()
+
+
+def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(answer: Path, tmp_path: Path) -> None:
+    mine = written(tmp_path, (HEAD, "print('chatter')\n        return x.nothing"))
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    refused(done, at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "61 in __call__"))

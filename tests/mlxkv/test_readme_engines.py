@@ -1,0 +1,94 @@
+"""What README says to somebody with a port of their own works as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import own_llama
+import pytest
+
+from oracle import trace
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SEQUENCE = models.ids(24, seed=5)
+MY_PORT = """
+import numpy as np
+
+def new_cache():
+    return model.make_cache()
+
+def logits(tokens, cache):
+    import mlx.core as mx
+    return np.array(model(mx.array([tokens]), cache=cache)[0])
+"""
+
+
+@pytest.fixture
+def room(folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with somebody's port and an oracle's answer, to stand in."""
+    ids = ",".join(map(str, SEQUENCE))
+    command = [
+        "oracle",
+        "run",
+        str(folder_of("gqa")),
+        "--tokens",
+        ids,
+        "--prompt-tokens",
+        "5",
+        "--steps",
+        "0",
+        "--out",
+        str(tmp_path / "france"),
+    ]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    text = Path(own_llama.__file__).read_text() + MY_PORT + f"\nmodel = load({str(folder_of('gqa'))!r}, 'float32')\n"
+    (tmp_path / "my_port.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_port", raising=False)
+    return tmp_path
+
+
+def block(language: str, word: str) -> str:
+    (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if word in text]
+    return str(found)
+
+
+def test_the_test_for_ones_own_suite_passes_and_fails(room: Path, folder_of: Callable[[str], Path]) -> None:
+    scope: dict[str, Callable[..., None]] = {}
+    exec(block("python", "assert_agrees").replace("path/to/folder", str(folder_of("gqa"))), scope)
+    scope["test_my_port_agrees_with_transformers"]()
+    right, scope["load"] = scope["load"], lambda *_: sys.modules["my_port"].model
+    sys.modules["my_port"].model.config["rope_theta"] = 10100.0
+    with pytest.raises(AssertionError, match="\nOwnLlama: differ "):
+        scope["test_my_port_agrees_with_transformers"]()
+    assert right is sys.modules["my_port"].load
+
+
+def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(room: Path) -> None:
+    code = block("python", "trace.Meta(")
+    assert len([line for line in code.splitlines() if line]) <= 14
+    exec(code, {})
+    assert [trace.read(f"mine-{name}.safetensors").positions.tolist() for name in ("full", "step")] == [list(range(24))] * 2
+    compare, delta = (shlex.split(line) for line in block("sh", "--no-run").splitlines())
+    done = subprocess.run([sys.executable, "-m", *compare], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nmine: agree (logits)    report: mlxkv-report/compare.md\n" in done.stdout
+    shown = subprocess.run([sys.executable, "-m", *delta], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[:3] for line in shown.stdout.splitlines()[-3:]] == [["1", "2", "24"], ["1", "3", "24"], ["2", "3", "24"]]
+
+
+def test_the_engine_that_readme_describes_is_the_one_that_help_names() -> None:
+    from mlxkv.cli import cli
+
+    assert "`mlxkv compare --engine FILE.py:load` judges your own MLX model" in README
+    (engine,) = [option for option in cli.commands["compare"].params if option.name == "engine"]
+    assert engine.metavar == "[port|mlx-lm|FILE.py:load]"  # type: ignore[attr-defined]
