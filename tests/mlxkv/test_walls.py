@@ -270,7 +270,7 @@ def pytest_in(root: Path, *arguments: str, room: Path | None = None) -> tuple[in
 
 
 def test_both_halves_run_in_two_processes_that_share_a_room_gone_afterwards(tests: Path) -> None:
-    code, (oracle, mlxkv), _ = pytest_in(tests)
+    code, (mlxkv, oracle), _ = pytest_in(tests)
 
     assert (code, oracle[0], mlxkv[0]) == (0, "oracle", "mlxkv")
     assert oracle[1] != mlxkv[1]
@@ -283,7 +283,7 @@ def test_single_tests_and_options_reach_their_half_and_a_named_room_is_used(test
 
     code, ran, _ = pytest_in(tests, "-k", "tests", "tests/mlxkv", "tests/oracle/test_oracle.py::test_oracle", room=room)
 
-    assert (code, [(half, where) for half, _, where, _ in ran]) == (0, [("oracle", str(room)), ("mlxkv", str(room))])
+    assert (code, [(half, where) for half, _, where, _ in ran]) == (0, [("mlxkv", str(room)), ("oracle", str(room))])
 
 
 def test_one_half_alone_runs_alone(tests: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_half_that_is_killed_is_a_failure_and_the_other_still_runs(tests: Path
 
     code, ran, _ = pytest_in(tests)
 
-    assert (code, [half for half, *_ in ran]) == (137, ["oracle", "mlxkv"])
+    assert (code, [half for half, *_ in ran]) == (137, ["mlxkv", "oracle"])
 
 
 def test_torch_beside_mlx_fails_the_test_after_which_they_met(tests: Path) -> None:
