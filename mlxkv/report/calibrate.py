@@ -28,12 +28,13 @@ def console(ranges: Sequence[Range], accused: Sequence[str], *, dtype: str, repo
 
 def sentence(ranges: Sequence[Range], accused: Sequence[str]) -> str:
     """The result in one line."""
-    models = len({r.model for r in ranges})
+    names = list(dict.fromkeys(r.model for r in ranges))
+    models = f"{len(names)} models" if len(names) > 1 else names[0]
     if failures(ranges, accused):
-        return f"correct runs on {models} models: beyond a limit {sum(not r.within for r in ranges)}, accused {len(accused)}"
+        return f"correct runs on {models}: beyond a limit {sum(not r.within for r in ranges)}, accused {len(accused)}"
     least = min((r for r in ranges if r.headroom is not None and r.whose == PORT), key=lambda r: r.headroom or 0.0, default=None)
     tightest = f"; the tightest limit is that of {least.gate}, {_headroom(least)} on {least.model}" if least else ""
-    return f"every correct run on {models} models is within every limit{tightest}"
+    return f"every correct run on {models} is within every limit{tightest}"
 
 
 def failures(ranges: Sequence[Range], accused: Sequence[str]) -> list[str]:
@@ -82,13 +83,15 @@ def _joined(ranges: Sequence[Range], whose: str) -> list[Range]:
 
 
 def _cells(r: Range) -> tuple[str, ...]:
-    value, limit = ordered(r.largest, r.limit)
+    near = not r.largest < r.limit / 1000  # only there could too few digits hide which is larger
+    value, limit = ordered(r.largest, r.limit) if near else (_number(r.largest), f"{r.limit:g}")
     plan = "" if r.plan == "-" else f", {r.plan}"
     return (r.gate, _number(r.median), value, limit, _headroom(r), f"{r.model}, {r.run}{plan}" if r.largest > 0 else "-")
 
 
 def _headroom(r: Range) -> str:
-    return "-" if r.headroom is None else f"{r.headroom:.0f}x" if r.headroom >= 10 else f"{r.headroom:.1f}x"
+    times = r.headroom
+    return "-" if times is None else f"{times:.0e}x" if times >= 1e5 else f"{times:.0f}x" if times >= 10 else f"{times:.1f}x"
 
 
 def _number(value: float) -> str:

@@ -128,6 +128,13 @@ correct runs on 2 models: beyond a limit 1, accused 0    report: x.md
     )
 
 
+def test_what_is_far_below_its_limit_is_shown_with_an_exponent() -> None:
+    tiny = Range("a", PORT, "algebra (float64)", 4, 1e-15, 2e-15, 3e-15, 1e-3, "seed 0", "full")
+    console = pages.console([tiny], [], dtype="float32", report="x.md")
+    assert console.splitlines()[2] == "algebra (float64)  2.0e-15  3.0e-15  0.001    3e+11x  a, seed 0, full"
+    assert "every correct run on a is within every limit" in console
+
+
 def test_the_report_has_every_gate_by_model() -> None:
     text = pages.markdown([*A, *B], [], result(*A, *B).to_json(), commands=["mlxkv calibrate"])
     assert "| largest |    a |    b |\n| ------- | ---: | ---: |\n| sigma   | 4.00 | 3.00 |" in text

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import config
 from synthetic import make_candidates, make_case
 
 from mlxkv import reporting, selftesting
@@ -18,12 +17,16 @@ from mlxkv.judge.trial import RIGHT, Trial, unseen
 from mlxkv.judge.verdict import current_limits, judge
 from mlxkv.port.config import LlamaConfig
 from mlxkv.report import selftest as pages
-from mlxkv.tiny import Tiny
+from mlxkv.tiny import COMMON, LAYOUTS, Tiny
 from oracle.plan import Refusal
 
 ROOT = Path(__file__).parents[2]
 NAMES = [fault.name for fault in FAULTS]
 LIMITS = current_limits()
+
+
+def of_layout(layout: str) -> LlamaConfig:
+    return LlamaConfig.from_json(COMMON | LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(("layout", "std", "dtype"), [("mha", 0.2, "float32"), ("gqa", 0.02, "float32"), ("mqa", 0.2, "bfloat16")])
@@ -33,14 +36,14 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
     monkeypatch.setattr(selftesting, "TINY", (Tiny(layout, std, 0),))
     result = selftesting.run(None, None, faults=(), tiny=True, real=False, dtype=dtype)
     ((name, trials),) = result.trials.items()
-    of = LlamaConfig.from_json(config(layout, head_dim=8, attention_bias=False))
+    of = of_layout(layout)
     assert [t.fault for t in trials] == [RIGHT, *(f.name for f in FAULTS if applies(f, of, dtype))]
     assert [(t.fault, t.why) for t in trials if not t.passed] == []
     assert (result.exit_code, name, result.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
 
 
 def test_what_a_right_port_does_in_a_dtype_is_no_fault_there() -> None:
-    gqa = LlamaConfig.from_json(config("gqa"))
+    gqa = of_layout("gqa")
     absent = {dtype: [f.name for f in FAULTS if not applies(f, gqa, dtype)] for dtype in ("float32", "float16", "bfloat16")}
     assert absent == {
         "float32": [],
@@ -118,7 +121,7 @@ def test_the_package_has_measured_today_s_faults_by_today_s_limits(dtype: str) -
     measured = power.read()[dtype]
     remedy = f"run `mlxkv selftest --dtype {dtype} --no-real --power mlxkv/judge/power.json`"
     assert measured["limits"] == LIMITS, remedy
-    tried = {layout: sum(applies(f, LlamaConfig.from_json(config(layout)), dtype) for f in FAULTS) for layout in ("gqa", "mqa")}
+    tried = {layout: sum(applies(f, of_layout(layout), dtype) for f in FAULTS) for layout in ("gqa", "mqa")}
     for name, model in measured["models"].items():
         assert set(model["unseen"]) <= set(NAMES), remedy
         assert model["faults"] == tried.get(name.split("-")[0], model["faults"]), remedy
