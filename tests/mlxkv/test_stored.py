@@ -117,6 +117,9 @@ def test_a_run_that_chose_its_tokens_stands_beside_one_that_was_fed_them() -> No
     other = hand(greedy, [[0.0, 1.0], [1.0, 0.0]], [1, 2], outcomes=[Outcome(), Outcome(tokens=[6, 9])])
     with pytest.raises(Refusal, match="token at position 2 is 6, expected 5 as in "):
         judging.common(other, hand(FULL, [[0.0, 1.0]] * 3, [0, 1, 2]))
+    # The last token chosen is not fed.
+    longer = Plan("longer", (*greedy.steps, Call("a", (9,), 3)))
+    assert judging.common(replace(chosen, meta=replace(chosen.meta, plan=longer)), chosen) == [1, 2]
     # Up to the last position that both have, they are the same.
     assert judging.common(other, hand(FULL, [[0.0, 1.0]] * 2, [0, 1])) == [1]
 
@@ -128,7 +131,7 @@ def test_clones_crops_and_resets_keep_to_the_sequence_or_not() -> None:
     several = hand(Plan("two", (*news, Call("a", (4,), 0))), [[0.0, 1.0]], [2])
     with pytest.raises(Refusal, match="its plan 'two' feeds several sequences, expected one"):
         judging.common(several, one)
-    none = Plan("none", (New("a", use_kv_cache=False), Call("a", (3,), 0), Clone("a", "b"), Call("b", (3, 4, 5), 0), Call("a", (3, 4), 0)))
+    none = Plan("none", (New("a", use_kv_cache=False), Call("a", (3,), 0), Clone("a", "b"), Call("b", (3, 4, 5), 0), Call("b", (3, 4), 0)))
     assert judging.common(hand(none, [[0.0, 1.0]], [2]), one) == [2]
 
 
