@@ -193,10 +193,16 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
     return reasons
 
 
+def _names(value: Any) -> list[str] | None:
+    """A list of names, each once; None where it is anything else."""
+    good = isinstance(value, list) and all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
+    return list(value) if good else None
+
+
 def _floors_reasons(case: Case) -> list[str]:
     meta, n, where = case.floors_meta, case.length, "floors.safetensors"
-    members, kinds = meta.get("members"), meta.get("kinds")
-    if meta.get("format") != FLOORS_FORMAT or not isinstance(members, list) or not isinstance(kinds, list):
+    members, kinds = _names(meta.get("members")), _names(meta.get("kinds"))
+    if meta.get("format") != FLOORS_FORMAT or members is None or kinds is None:
         return [f"{where}: format is {meta.get('format')!r}, expected {FLOORS_FORMAT!r} with members and kinds; make the folder again"]
     reasons = []
     if HELD_OUT not in members or len(members) < 2:

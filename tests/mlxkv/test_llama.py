@@ -41,7 +41,7 @@ def full(model: Llama, tokens: list[int]) -> npt.NDArray[Any]:
 def test_the_public_names_are_the_ports() -> None:
     assert (mlxkv.Llama, mlxkv.CacheError) == (Llama, CacheError)
     assert issubclass(CacheError, ValueError)
-    assert sorted(mlxkv.__all__) == ["Cache", "CacheError", "Llama", "LlamaConfig", "load"]
+    assert sorted(mlxkv.__all__) == ["Cache", "CacheError", "Llama", "LlamaConfig", "load", "testing"]
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         mlxkv.lod  # noqa: B018
 

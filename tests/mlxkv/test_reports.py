@@ -19,7 +19,7 @@ RUN = pitfalls.run
 @pytest.fixture(scope="module", autouse=True)
 def _tiny(folder_of: Callable[[str], Path]) -> Iterator[None]:
     """The default model is a tiny one here, and so is what it is asked."""
-    folder, first, second = str(folder_of("gqa")), (3, 7, 11, 2, 19), (3, 7, 11, 5, 19)
+    folder, first, second = str(folder_of("gqa")), (4, 7, 11, 2, 19), (4, 7, 11, 5, 19)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "Request", partial(session.Request, model=folder, tokens=first, steps=6))
         patch.setattr(pitfalls, "Request", partial(pitfalls.Request, model=folder, ids=(first, second), steps=6))
