@@ -205,6 +205,8 @@ def _floors_reasons(case: Case) -> list[str]:
     if meta.get("format") != FLOORS_FORMAT or members is None or kinds is None:
         return [f"{where}: format is {meta.get('format')!r}, expected {FLOORS_FORMAT!r} with members and kinds; make the folder again"]
     reasons = []
+    if set(kinds) != {name.split("-")[0] for name in members}:
+        reasons.append(f"{where}: kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; make the folder again")
     if HELD_OUT not in members or len(members) < 2:
         reasons.append(f"{where}: members are {', '.join(map(str, members)) or 'none'}, expected {HELD_OUT} and others")
     shapes = {"rms": (len(members), n), "shift": (len(members), n), "peak": (len(members), n), "cached": (len(kinds), n)}
