@@ -183,7 +183,7 @@ def test_half_precision_and_last_rows(folder_of: Callable[[str], Path], tmp_path
     assert np.array_equal(found.logits.view(np.uint32) & 0xFFFF, np.zeros_like(found.logits, np.uint32))
 
 
-@pytest.mark.parametrize("layout", ["gqa", "mqa", "llama3"])
+@pytest.mark.parametrize("layout", ["gqa", "llama3"])
 def test_mlx_lm_agrees_on_a_config_that_it_reads(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
