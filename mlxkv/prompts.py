@@ -32,7 +32,7 @@ class Long:
     """The one long sequence of the reports: `length` ids, of which `chunks` are the prompt and the rest is decoded."""
 
     length: int = 1024
-    chunks: tuple[int, ...] = (512, 256)
+    chunks: tuple[int, ...] = (640, 320)
 
 
 LONG = Long()
