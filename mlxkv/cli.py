@@ -81,6 +81,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
+@click.option("--prompts", metavar="FILE|builtin", help="Many prompts: JSON lines, or a text a line; the worst decides.")
 @click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is judged.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
@@ -95,7 +96,7 @@ def cli() -> None:
 @click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def compare(
-    oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
+    prompts: str | None, oracle_folder: Path | None, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
 ) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
@@ -105,10 +106,20 @@ def compare(
     """
     if no_run:
         _judge_stored(oracle_folder, candidates, out, as_json=as_json)
-    from mlxkv import reporting
+    from mlxkv import prompting, reporting
 
-    request = _request(oracle=oracle_folder, fresh=fresh, **options)
-    result = reporting.compare(request, out, candidates=candidates, command=_command_line())
+    if prompts is not None:
+        _alone(
+            "--prompts",
+            options | {"candidates": candidates, "oracle": oracle_folder},
+            ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates"),
+        )
+    request, command = _request(oracle=oracle_folder, **options), _command_line()
+    result: reporting.Compared | prompting.Overview
+    if prompts is None:
+        result = reporting.compare(request, out, candidates=candidates, command=command)
+    else:
+        result = prompting.compare(request, prompts, out, command=command)
     _print(result.as_json() if as_json else result.text(out))
     sys.exit(result.exit_code)
 
@@ -312,6 +323,17 @@ def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, 
     judged = stored.compare(folder, candidates, out, command=_command_line())
     _print(judged.files["compare.json"] if as_json else judged.text)
     sys.exit(judged.verdict.exit_code)
+
+
+def _alone(option: str, given: dict[str, Any], others: tuple[str, ...]) -> None:
+    """Refuses options that say of one sequence what `option` says of several."""
+    beside = [
+        f"--{name.removesuffix('s') if name == 'candidates' else name.replace('_', '-')}"
+        for name in others
+        if given[name] not in (None, ())
+    ]
+    if beside:
+        raise Refusal(f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out")
 
 
 def _command_line() -> str:

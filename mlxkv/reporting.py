@@ -72,16 +72,18 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
     third = [trace.read(path) for path in candidates]
     session.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
-        compared = _judged(runs, third, commands=[command])
+        compared = judged(runs, third, commands=[command])
     compared.write(out)
     return compared
 
 
-def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Sequence[str]) -> Compared:
+def judged(runs: session.Runs, third: Sequence[trace.Trace] = (), *, commands: Sequence[str], notes: Sequence[str] = ()) -> Compared:
+    """The verdict on what was run, rendered; `notes` are said beside the judge's own."""
     case = runs.case
     candidates = by_plan(case.manifest, runs.arithmetic)
     suspects = cache(partial(session.suspects, runs))
     verdict = _explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
+    verdict = replace(verdict, notes=(*notes, *verdict.notes))
     beside = _third(case, third)
     other = _explained(judge(case, beside), case, beside, suspects) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
@@ -222,15 +224,17 @@ def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bo
 
 
 def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
-    """Everything under reports/: the default model's comparison, the behaviour matrix and the index."""
+    """Everything under reports/: the default model's comparison, also over several prompts and a long one, the matrix, the index."""
     from mlxkv import pitfalls as scenes
+    from mlxkv import prompting
 
     session.claim(out)
     third = [trace.read(path) for path in candidates]
     with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
-        compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
+        compared = judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
     folder = out / compared.case.manifest.name / compared.machine
     files = compared.files | _matrix_files(scenes.run(scenes.Request(device=device)), commands=["mlxkv pitfalls", "mlxkv reports"])
+    files |= prompting.reports(session.Request(device=device))
     for name, content in files.items():
         trace.write_text(folder / name, content)
     trace.write_text(out / "README.md", _index(out))
@@ -239,9 +243,10 @@ def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto
 
 def _index(out: Path) -> str:
     rows = []
-    for path in sorted(out.glob("*/*/*.json")):
+    for path in sorted([*out.glob("*/*/*.json"), *out.glob("*/*/*/compare.json")]):
         link = path.with_suffix(".md").relative_to(out)
-        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {_said(_read_json(path))} |")
+        name = link.stem if len(link.parts) == 3 else f"{link.stem}, {link.parts[2]}"
+        rows.append(f"| [{name}]({link}) | {link.parts[0]} | {link.parts[1]} | {_said(_read_json(path))} |")
     head = [
         "# Reports",
         "",
