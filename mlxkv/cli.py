@@ -34,6 +34,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 DEVICES = click.Choice(["auto", "gpu", "cpu"])
+REPORTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
 FOLDER = click.Path(path_type=Path)
 
 
@@ -225,21 +226,22 @@ def calibrate(model: str | None, revision: str | None, out: Path, as_json: bool,
 
 @cli.command()
 @click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
+@click.option("--only", type=REPORTS, multiple=True, help="Some of the parts  [default: all]")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")
 @click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
-def reports(check: bool, candidates: tuple[Path, ...], out: Path, device: str) -> None:
+def reports(check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits with 1 and a diff otherwise.
     """
-    from mlxkv import reporting
+    from mlxkv import reports as parts
 
     if check:
-        differences = reporting.check(out, device=device)
+        differences = parts.check(out, only=only, device=device)
         _print("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n")
         sys.exit(1 if differences else 0)
-    for path in reporting.write_all(out, candidates=candidates, device=device):
+    for path in parts.write(out, only=only, candidates=candidates, device=device):
         _print(f"{path}\n")
 
 

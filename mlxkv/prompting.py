@@ -69,13 +69,6 @@ def judged(request: session.Request, prompts: Sequence[Prompt], *, commands: Seq
     return Overview(found, compared, files)
 
 
-def reports(request: session.Request) -> dict[str, str]:
-    """The built-in prompts' and the long sequence's files, by their names under reports/."""
-    overview = judged(request, sources.builtin(), commands=["mlxkv compare --prompts builtin", "mlxkv reports"])
-    files = {f"prompts/{name}": text for name, text in overview.files.items()}
-    return files | {f"long/{name}": text for name, text in long(request, commands=["mlxkv reports"]).files.items()}
-
-
 def long(request: session.Request, *, commands: Sequence[str]) -> reporting.Compared:
     """The comparison over one long sequence of drawn ids."""
     of = sources.LONG

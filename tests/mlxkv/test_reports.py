@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv import pitfalls, prompts, reporting, session
+from mlxkv import calibrating, pitfalls, prompts, selftesting, session
+from mlxkv import reports as parts
+from mlxkv.cli import REPORTS
+from mlxkv.engines.faults import FAULTS
 from mlxkv.prompts import Long, Prompt
 from oracle import trace
 from oracle.plan import Refusal
@@ -23,10 +26,22 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
     patch.setattr(pitfalls, "Request", partial(Asked, model=model, ids=((3, 7, 11, 2, 19), (3, 7, 11, 5, 19)), steps=6))
     patch.setattr(pitfalls, "run", matrix)
+    patch.setattr(selftesting, "run", trials(model))
+    patch.setattr(calibrating, "run", calibration(model))
 
 
-Request, Asked = session.Request, pitfalls.Request
+Request, Asked, Tried, Calibrated = session.Request, pitfalls.Request, selftesting.run, calibrating.run
 matrix = cache(pitfalls.run)
+
+
+@cache
+def trials(model: str) -> Callable[..., selftesting.Result]:
+    return cache(lambda *_: Tried(model, None, tiny=False, faults=(FAULTS[0].name,)))
+
+
+@cache
+def calibration(model: str) -> Callable[..., calibrating.Result]:
+    return cache(lambda *_: Calibrated(model, None, tiny=False, seeds=1))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +54,7 @@ def reports(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("reports")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, folder_of)
-        reporting.write_all(folder)
+        list(parts.write(folder))
     return folder
 
 
@@ -50,10 +65,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_writing_them_again_changes_nothing(reports: Path) -> None:
     before = contents(reports)
     each = ["compare.json", "compare.md", "compare.svg"]
-    inside = [*each, *(f"long/{name}" for name in each), "pitfalls.json", "pitfalls.md"]
+    inside = ["calibration.json", "calibration.md", *each, *(f"long/{name}" for name in each), "pitfalls.json", "pitfalls.md"]
     inside += ["prompts/compare.json", "prompts/compare.md", *(f"prompts/short/{name}" for name in each)]
+    inside += ["selftest.json", "selftest.md"]
     assert ["/".join(name.split("/")[2:]) for name in before] == ["", *inside]
-    reporting.write_all(reports)
+    list(parts.write(reports))
     assert contents(reports) == before
 
 
@@ -62,13 +78,29 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
     (path,) = reports.glob("*/*/compare.md")
     machine = path.parent.name
     said = {
+        "calibration": ("calibration.md", "every correct run within every limit"),
         "compare": ("compare.md", "agree (algebra, logits, cache)"),
         "compare, long": ("long/compare.md", "agree (algebra, logits, cache)"),
         "pitfalls": ("pitfalls.md", "all as documented"),
         "compare, prompts": ("prompts/compare.md", "agree (algebra, logits, cache)"),
+        "selftest": ("selftest.md", "0 of 2 runs judged wrongly"),
     }
     assert rows == [f"| [{name}](gqa/{machine}/{place}) | gqa | {machine} | {what} |" for name, (place, what) in said.items()]
     assert machine.endswith("-cpu")
+
+
+def test_a_part_is_made_by_itself_and_the_index_names_all_that_is_there(reports: Path) -> None:
+    assert tuple(REPORTS.choices) == tuple(parts.PARTS)
+    before = contents(reports)
+    made = [path.relative_to(reports).name for path in parts.write(reports, only=["selftest"])]
+    assert made == ["selftest.json", "selftest.md", "README.md"]
+    assert contents(reports) == before
+
+
+def test_a_candidate_that_no_part_would_show_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="--candidate with --only long: expected the part compare"):
+        list(parts.write(tmp_path, only=["long"], candidates=[tmp_path / "x.safetensors"]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
@@ -81,7 +113,7 @@ def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
 
 
 def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(reports: Path) -> None:
-    assert reporting.check(reports) == []
+    assert parts.check(reports) == []
     (path,) = reports.glob("*/*/compare.json")
     value = json.loads(path.read_text())
     kept = path.read_text()
@@ -91,7 +123,7 @@ def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
     (other,) = reports.rglob("pitfalls.json")
     known = other.read_text()
     other.write_text(known.replace('"refused"', '"right"', 1))
-    found = reporting.check(reports)
+    found = parts.check(reports, only=["compare", "pitfalls"])
     path.write_text(kept)
     other.write_text(known)
     assert len(found) == 3
@@ -103,7 +135,7 @@ def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
 
 def test_nothing_to_check_is_not_a_pass(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="nothing to check"):
-        reporting.check(tmp_path)
+        parts.check(tmp_path)
 
 
 def test_a_report_names_what_made_it(reports: Path) -> None:
@@ -121,7 +153,7 @@ def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
     assert "on the page" not in next(reports.glob("*/*/compare.md")).read_text()
     weights = folder_of("gqa") / "model.safetensors"
     monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, trace.sha256(weights)))
-    reporting.write_all(tmp_path)
+    list(parts.write(tmp_path, only=["compare"]))
     lines = next(tmp_path.glob("*/*/compare.md")).read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| mlxkv cached ") and "| mlxkv nocache" in line]
     assert row.split("|")[-2].strip() == "6.25e-05"
