@@ -166,6 +166,7 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 @cli.command()
 @_model
 @_run
+@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is looked into.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="As for compare; --taps of `mlxkv-oracle run` say what it records.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, looked into too.")
@@ -173,6 +174,8 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
     """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
+
+    Of another engine only the logits and the cache can be seen: position, layer, keys or values, head.
 
     Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
     """

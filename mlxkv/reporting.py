@@ -83,10 +83,10 @@ def judged(runs: session.Runs, third: Sequence[trace.Trace] = (), *, commands: S
     case = runs.case
     candidates = by_plan(case.manifest, runs.arithmetic)
     suspects = cache(partial(session.suspects, runs))
-    verdict = _explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
+    verdict = explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
     verdict = replace(verdict, notes=(*notes, *verdict.notes))
     beside = _third(case, third)
-    other = _explained(judge(case, beside), case, beside, suspects) if beside else None
+    other = explained(judge(case, beside), case, beside, suspects) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     continuation = _continuation(runs)
@@ -108,8 +108,8 @@ def judged(runs: session.Runs, third: Sequence[trace.Trace] = (), *, commands: S
     return Compared(verdict, case, tuple(sides), files, runs.arithmetic[0].meta.environment, runs.took, other)
 
 
-def _explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
-    """The verdict; where the engine differs, with the usual mistake that explains it, or with why none is named."""
+def explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
+    """The verdict; where the engine differs, with the usual mistake that explains it, or with a note why none is named."""
     if verdict.outcome != "differ":
         return verdict
     folder = suspects()

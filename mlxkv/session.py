@@ -84,6 +84,8 @@ def run_all(requests: Sequence[Request], *, meanwhile: Callable[[], object] = la
     follow = _follower(first.engine)
     answers = [_given(first)] if first.oracle else _asked(requests)
     checkpoint, cases = answers[0][0], [_case(checkpoint, folder) for checkpoint, folder, _ in answers]
+    if not first.oracle:
+        cases = [_renamed(case, checkpoint) for case in cases]
     plans = [_plans(case, folder) for case, (_, folder, _) in zip(cases, answers, strict=True)]
     with scratch() as room:
         dtype, keys = cases[0].manifest.dtype, checkpoint.without
@@ -112,6 +114,12 @@ def _case(checkpoint: Checkpoint, folder: Path) -> Case:
             "run the oracle on these weights, or name the model that the folder was made with"
         )
     return case
+
+
+def _renamed(case: Case, checkpoint: Checkpoint) -> Case:
+    """A kept answer may have been made from the same weights under another name: the one asked for now is shown."""
+    asked = {name: getattr(checkpoint, name) for name in ("source", "name", "note", "revision")}
+    return replace(case, manifest=replace(case.manifest, **asked))
 
 
 def suspects(runs: Runs) -> Path | str:

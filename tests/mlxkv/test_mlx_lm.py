@@ -29,7 +29,11 @@ SEQUENCE = models.ids(24, seed=5)
 
 
 def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
+    return mlxkv("compare", *arguments, **environment)
+
+
+def mlxkv(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
 
 
@@ -226,6 +230,12 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     assert f"\ncause: {line}" in shown.stdout
     assert "\nmlx-lm: differ (logits, cache): sigma" in shown.stdout
     assert f"\n- {line}" in (tmp_path / "out" / "compare.md").read_text()
+    # Without lane A the place is read from the cache, and the cause is said beside it.
+    found = mlxkv("locate", folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
+    assert found.returncode == 1, found.stderr
+    place = json.loads(found.stdout)
+    assert [place[key] for key in ("engine", "position", "layer", "tap", "kind")] == ["mlx-lm", 1, 0, "keys", "RoPE or the mask"]
+    assert place["cause"].startswith(line)
 
 
 @pytest.mark.parametrize(
