@@ -287,13 +287,31 @@ def test_rounded_weights_of_a_third_engine_are_named(
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["cause"]["name"] == f"{to}-mlp"
 
 
+def test_rows_of_q_and_k_in_pairs_order_are_named(
+    folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weights = models.weights(models.config("gqa"))
+    for name, array in weights.items():
+        if "q_proj" in name or "k_proj" in name:  # each head's rows 0, d/2, 1, d/2 + 1, ..., as GGUF and Meta store them
+            head_dim = models.config("gqa")["head_dim"]
+            weights[name] = array.reshape(-1, 2, head_dim // 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape).copy()
+    paired = load(models.save(tmp_path / "paired", models.config("gqa"), weights), "float32")
+    found = port.run(paired, judged_plans(SEQUENCE, prompt=5)["full"])
+    trace.write(tmp_path / "third.safetensors", replace(found.meta, engine="third", fingerprint=None), found.arrays)
+    done = compare(folder_of("gqa"), "--oracle", oracle_of("gqa"), "--candidate", tmp_path / "third.safetensors", "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nthird: cause: looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... " in done.stdout
+    third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
+    assert third["first_wrong"]["position"] == 1
+
+
 def test_a_mistake_that_is_none_of_them_is_not_explained(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     other = with_config(folder_of("gqa"), tmp_path / "other", models.config("gqa", rope_theta=11000.0))
     done = compare(other, "--oracle", oracle_of("gqa"), "--out", tmp_path / "out")
     assert done.returncode == 1
-    assert "\nnote: none of 14 usual suspects explains the difference\n" in done.stdout
+    assert "\nnote: none of 15 usual suspects explains the difference\n" in done.stdout
     assert "cause:" not in done.stdout
 
 
