@@ -25,7 +25,7 @@ from oracle.checkpoint import Checkpoint
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
 
 TOKENS = [3, 7, 11, 2, 19]
-SEQUENCE = models.ids(24, seed=5)
+SEQUENCE = models.SEQUENCE
 
 
 def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,13 +51,6 @@ def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
     (to / "model.safetensors").symlink_to(folder / "model.safetensors")
     (to / "config.json").write_text(json.dumps(config))
     return to
-
-
-@pytest.fixture(scope="module")
-def oracle_of(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The oracle's run folder of a tiny model, by layout."""
-    room = tmp_path_factory.mktemp("oracle")
-    return lambda layout: room / layout if (room / layout).exists() else asked(folder_of(layout), room / layout)
 
 
 def follow(folder: Path, out: Path, *plans: Plan, cache: str = "KVCache", dtype: str = "float32") -> dict[str, trace.Trace]:
