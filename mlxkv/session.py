@@ -19,7 +19,7 @@ from mlxkv.port.config import LlamaConfig
 from mlxkv.progress import say
 from oracle import process, trace
 from oracle import tokens as tokenizers
-from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
+from oracle.checkpoint import Checkpoint, cache_dir, is_neighbour, require_llama, resolve
 from oracle.plan import Refusal
 
 PORT, MLX_LM, CUSTOM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.custom"
@@ -69,6 +69,8 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
     runtime.require_device(request.device)
     follow = _follower(request.engine)
     checkpoint, folder, made = _given(request) if request.oracle else _asked(request)
+    if request.engine == "port":
+        require_llama(checkpoint)
     case = read_case(folder)
     if case.manifest.fingerprint != checkpoint.fingerprint:
         raise Refusal(
@@ -88,6 +90,8 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
 def suspects(runs: Runs) -> Path | str:
     """The folder of the usual suspects, kept or made, or why there is none: the verdict stands without them."""
     unsought, manifest = "the cause was not looked for", runs.case.manifest
+    if not manifest.has_truth:
+        return f"{unsought}: the usual suspects are mistakes in a Llama, tried on its truth"
     kept = oracle.suspects_folder(manifest)
     try:
         read_suspects(kept, manifest.fingerprint)
@@ -153,9 +157,11 @@ def _traces(done: job.Job) -> tuple[trace.Trace, ...]:
 
 def _asked(request: Request) -> tuple[Checkpoint, Path, job.Finished | None]:
     checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
-    require_llama(checkpoint)
-    config = LlamaConfig.of(checkpoint)  # what the port refuses must not cost a run of the oracle first
-    question = _question(request, checkpoint, beyond=config.rope.beyond)
+    beyond = ""
+    if request.engine == "port" or not is_neighbour(checkpoint):
+        require_llama(checkpoint)
+        beyond = LlamaConfig.of(checkpoint).rope.beyond  # what the port refuses must not cost a run of the oracle first
+    question = _question(request, checkpoint, beyond=beyond)
     say(f"oracle: {len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}")
     answer = oracle.ask(question, fresh=request.fresh)
     return checkpoint, answer.folder, answer.made
