@@ -154,7 +154,7 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
     if question.steps:
         tell("greedy tokens", 0, 1)
         greedy = Plan("greedy", (New("a"), Greedy("a", question.tokens, 0, question.steps)), "last")
-        generated = _whole(model.run(greedy)).meta.outcomes[1].tokens or []
+        generated = _whole(model.run(greedy, attention=model.kinds[-1])).meta.outcomes[1].tokens or []
     plans = question.plans(generated)
     files = _files(plans, model.kinds)
     for i, (name, file) in enumerate(files.items()):

@@ -10,7 +10,7 @@ import copy
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -56,7 +56,7 @@ def build(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], dtype: torch.dt
     return model
 
 
-def kinds(model: Any) -> tuple[str, ...]:
+def kinds(model: Any) -> tuple[Literal["eager", "sdpa"], ...]:
     """The kinds of attention that the class says it has here, its own last."""
     return ("sdpa", "eager") if model._supports_sdpa else ("eager",)
 

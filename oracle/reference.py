@@ -83,7 +83,7 @@ class Reference:
             name = f"transformers {transformers.__version__}"
             raise Refusal(f"{checkpoint.folder}: {name} refuses this model ({_one_line(error)})") from error
         self._model: Any = model.eval()
-        self.kinds: tuple[str, ...] = neighbour_model.kinds(model) if neighbour else ("eager", "sdpa")
+        self.kinds: tuple[Attention, ...] = neighbour_model.kinds(model) if neighbour else ("eager", "sdpa")
 
     @torch.inference_mode()
     def run(self, plan: Plan, *, attention: Attention = "sdpa") -> Trace:

@@ -14,10 +14,11 @@ FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
 Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
-HINT = (
+KIND = (
     "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
-    "mask's offset; later a stale or lost cache row; `mlxkv locate` says where"
+    "mask's offset; later a stale or lost cache row"
 )
+HINT = f"{KIND}; `mlxkv locate` says where"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ class Verdict:
 
     @property
     def hint(self) -> str | None:
-        """What to do next, where something differs."""
-        return HINT if self.outcome == "differ" else None
+        """What to do next, where something differs; only what has a truth can be located in."""
+        return None if self.outcome != "differ" else HINT if self.against == "truth" else KIND
 
     @property
     def worst(self) -> tuple[Gate, ...]:

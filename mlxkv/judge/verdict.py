@@ -350,8 +350,9 @@ def _blind(bench: Bench) -> list[str]:
     gates = logit_gates(bench, "step", measure.measure(case.references["step"], case.truth, scale=usual))
     if any(g.failed for g in gates):
         return []
+    unseen = "unseen outside lane A" if case.has_truth else "unseen here"
     return [
-        f"in {case.manifest.dtype} logits times {usual:g} pass (sigma {gates[1].value:.2f}), unseen outside lane A; "
+        f"in {case.manifest.dtype} logits times {usual:g} pass (sigma {gates[1].value:.2f}), {unseen}; "
         f"times {CONTROL_SCALE[case.manifest.dtype]:g} is seen"
     ]
 
