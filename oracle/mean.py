@@ -30,7 +30,7 @@ PROOF_LIMITS = {
 KINDS_APART = 1e-6
 
 
-def faithful(doubles: Mapping[str, Array]) -> dict[str, float]:
+def faithful(doubles: Mapping[Any, Array]) -> dict[str, float]:
     """How far each kind's float64 logits are from the last one's, of the largest of those: all kinds, the last with 0."""
     own = list(doubles.values())[-1]
     most = max(float(np.abs(own).max()), np.finfo(np.float64).tiny)

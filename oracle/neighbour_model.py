@@ -107,13 +107,16 @@ def _check_loaded(checkpoint: Checkpoint, model: Any, told: Mapping[str, Any]) -
 
 
 def _check_values(checkpoint: Checkpoint, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Finite, and where a parameter has its tensor's name equal to it: a tied head that is stored may be another one."""
+    """Finite, equal to the tensor of the same name where there is one, and a tied head the embedding indeed."""
+    where = checkpoint.folder
     for name, parameter in model.state_dict().items():
-        where = f"{checkpoint.folder}: {name}"
         if not bool(torch.isfinite(parameter).all()):
-            raise Refusal(
-                f"{where}: not finite in {str(parameter.dtype)[6:]}, expected finite weights; use other weights or another --dtype"
-            )
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise Refusal(f"{where}: {name}: not finite in {dtype}, expected finite weights; use other weights or another --dtype")
         stored = tensors.get(name)
         if stored is not None and stored.shape == parameter.shape and not torch.equal(stored.to(parameter.dtype), parameter):
-            raise Refusal(f"{where}: {_VERSION} has other values than the checkpoint stores, as for a tied head; correct config.json")
+            raise Refusal(f"{where}: {name}: {_VERSION} has other values than the checkpoint stores; take another version or model")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # What becomes of a head that is stored beside the embedding differs by version, and by engine.
+    if model.config.tie_word_embeddings and head is not None and not torch.equal(embedding.weight, head.weight):
+        raise Refusal(f"{where}: the head's weights differ from the embedding's though tie_word_embeddings is true; correct config.json")
