@@ -45,8 +45,8 @@ def make(folder: Path, name: str, **changes: Any) -> Path:
             # A norm of Gemma is one plus what it stores.
             around = 0.0 if key.endswith("bias") or kind == "Gemma2" else 1.0
             sharp = 2.0 if any(part in key for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
-            weight.copy_(torch.randn_like(weight) * (sharp * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1))
-            weight += around if weight.ndim == 1 else 0.0
+            matrix = weight.ndim > 1
+            weight.copy_(torch.randn_like(weight) * (sharp * weight.shape[-1] ** -0.5 if matrix else 0.1) + (0.0 if matrix else around))
     model.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     write_config(folder, values | {"rope_theta": values["rope_parameters"]["rope_theta"]})
