@@ -14,11 +14,10 @@ FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
 Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
-KIND = (
+HINT = (
     "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
-    "mask's offset; later a stale or lost cache row"
+    "mask's offset; later a stale or lost cache row; `mlxkv locate` says where"
 )
-HINT = f"{KIND}; `mlxkv locate` says where"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,8 @@ class Verdict:
 
     @property
     def hint(self) -> str | None:
-        """What to do next, where something differs; only what has a truth can be located in."""
-        return None if self.outcome != "differ" else HINT if self.against == "truth" else KIND
+        """What to do next, where something differs."""
+        return HINT if self.outcome == "differ" else None
 
     @property
     def worst(self) -> tuple[Gate, ...]:
