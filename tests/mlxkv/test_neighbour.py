@@ -18,6 +18,7 @@ import safetensors.numpy
 from mlxkv import session
 from mlxkv.judge import mean, measure
 from mlxkv.judge.case import by_plan, read_case
+from mlxkv.judge.locate import locate
 from mlxkv.judge.result import Gate, Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.report import markdown
@@ -180,6 +181,15 @@ def test_a_member_held_out_is_measured_against_the_mean_of_the_others(made: Path
     for name in ("rms", "shift", "peak"):
         np.testing.assert_allclose(getattr(through, name), getattr(direct, name), rtol=1e-7, atol=1e-16)
     assert mean.widening(case) == pytest.approx((5 / 4) ** 0.5)
+
+
+def test_the_layer_is_read_from_keys_and_values(
+    made: Path, runs: dict[str, list[trace.Trace]], verdict_on: Callable[[str], Verdict]
+) -> None:
+    case = read_case(made / "runs" / "qwen3")
+    found = locate(case, verdict_on("qwen3-norm"), arithmetic=by_plan(case.manifest, runs["qwen3-norm"]))
+    assert (found.outcome, found.position, found.layer) == ("located", 0, 1)
+    assert locate(case, verdict_on("qwen3"), arithmetic={}).outcome == "nothing"
 
 
 # As a person does it.
