@@ -68,6 +68,8 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
                 (folder / file).unlink()
     if question.checkpoint.without:
         environment["ignored_keys"] = list(question.checkpoint.without)
+    if isinstance(question.config, Config):
+        environment["rope"] = question.config.rope
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
     environment |= {"left_out": pool.left_out} if pool.left_out else {}
     return _manifest(question, folder, pool, proofs, environment)
