@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oracle import floors, reference, trace, truth
+from oracle import floors, packing, reference, trace, truth
 from oracle.config import Config
 from oracle.plan import Call, Greedy, New, Plan, Refusal
 from oracle.question import Progress, Question
@@ -68,6 +68,8 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
                 (folder / _files(pool.plans)[name]).unlink()
     if question.checkpoint.without:
         environment["ignored_keys"] = list(question.checkpoint.without)
+    if question.checkpoint.packed:
+        environment["packed"] = packing.words(question.checkpoint.packed)
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
     return _manifest(question, folder, pool, proofs, environment)
 

@@ -28,6 +28,7 @@ from oracle.checkpoint import Checkpoint
 from oracle.config import check_weights, config_of, effective
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, Step
 from oracle.trace import Array, Meta, Outcome, Trace
+from oracle.truth import Weights
 
 Attention = Literal["eager", "sdpa"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,10 +70,17 @@ class Reference:
         check_weights(config_of(checkpoint), checkpoint)
         self.checkpoint, self.dtype = checkpoint, dtype
         try:
-            config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.config)))
+            config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
             model = LlamaForCausalLM.from_pretrained(
-                None, config=config, state_dict=_tensors(checkpoint), dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+                None,
+                config=config,
+                state_dict=_tensors(checkpoint, dtype),
+                dtype=DTYPES[dtype],
+                attn_implementation="sdpa",
+                local_files_only=True,
             )
+        except Refusal:
+            raise
         except Exception as error:  # its validators raise whatever they like
             name = f"transformers {transformers.__version__}"
             raise Refusal(f"{checkpoint.folder}: {name} refuses this model ({_one_line(error)})") from error
@@ -105,11 +113,15 @@ class Reference:
     def double(self, tokens: list[int], *, rows: int | None = None) -> Array:
         """(n, V) logits of one uncached call after the weights, already rounded to the dtype, were widened to float64.
 
-        `rows` keeps the first ones only.
+        Packed weights are unpacked once more, without rounding, since the truth's are exact. `rows` keeps the first ones only.
         The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation("sdpa")  # eager would leave softmax in float32
         self._model.double()
+        exact = Weights(self.checkpoint, dtype=self.dtype)
+        for name, parameter in self._model.named_parameters():
+            if name in self.checkpoint.packed:
+                parameter.copy_(exact(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
         logits: Array = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept).logits[0].numpy()
         return logits
@@ -216,14 +228,15 @@ def _length(cache: DynamicCache | None) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors that the fingerprint covers, mapped from their files."""
+def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+    """The tensors that the fingerprint covers, mapped from their files; packed ones unpacked and rounded once."""
+    plain = [name for name in checkpoint.weights if name not in checkpoint.packed and not name.endswith(".rotary_emb.inv_freq")]
     found: dict[str, Tensor] = {}
-    for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
+    for file in sorted({checkpoint.tensors[name].file for name in plain}):
         with safe_open(str(file), framework="pt") as stored:
-            names = (name for name, tensor in checkpoint.tensors.items() if tensor.file == file)
-            found |= {name: stored.get_tensor(name) for name in names if not name.endswith(".rotary_emb.inv_freq")}
-    return found
+            found |= {name: stored.get_tensor(name) for name in plain if checkpoint.tensors[name].file == file}
+    exact = Weights(checkpoint, dtype=dtype)
+    return found | {name: exact(name).to(DTYPES[dtype]) for name in checkpoint.packed}
 
 
 def _processor() -> str:
