@@ -34,6 +34,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
 DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 DEVICES = click.Choice(["auto", "gpu", "cpu"])
+REPORTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
 FOLDER = click.Path(path_type=Path)
 
 
@@ -81,6 +82,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
+@click.option("--prompts", metavar="FILE|builtin", help="Many prompts: JSON lines, or a text a line; the worst decides.")
 @click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is judged.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
@@ -95,7 +97,7 @@ def cli() -> None:
 @click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def compare(
-    oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
+    prompts: str | None, oracle_folder: Path | None, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
 ) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
@@ -105,10 +107,20 @@ def compare(
     """
     if no_run:
         _judge_stored(oracle_folder, candidates, out, as_json=as_json)
-    from mlxkv import reporting
+    from mlxkv import prompting, reporting
 
-    request = _request(oracle=oracle_folder, fresh=fresh, **options)
-    result = reporting.compare(request, out, candidates=candidates, command=_command_line())
+    if prompts is not None:
+        _alone(
+            "--prompts",
+            options | {"candidates": candidates, "oracle": oracle_folder},
+            ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates"),
+        )
+    request, command = _request(oracle=oracle_folder, **options), _command_line()
+    result: reporting.Compared | prompting.Overview
+    if prompts is None:
+        result = reporting.compare(request, out, candidates=candidates, command=command)
+    else:
+        result = prompting.compare(request, prompts, out, command=command)
     _print(result.as_json() if as_json else result.text(out))
     sys.exit(result.exit_code)
 
@@ -154,6 +166,7 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 @cli.command()
 @_model
 @_run
+@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is looked into.")
 @click.option("--oracle", "oracle_folder", type=FOLDER, help="As for compare; --taps of `mlxkv-oracle run` say what it records.")
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, looked into too.")
@@ -161,6 +174,8 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
     """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
+
+    Of another engine only the logits and the cache can be seen: position, layer, keys or values, head.
 
     Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
     """
@@ -214,21 +229,22 @@ def calibrate(model: str | None, revision: str | None, out: Path, as_json: bool,
 
 @cli.command()
 @click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
+@click.option("--only", type=REPORTS, multiple=True, help="Some of the parts  [default: all]")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")
 @click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
-def reports(check: bool, candidates: tuple[Path, ...], out: Path, device: str) -> None:
+def reports(check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits with 1 and a diff otherwise.
     """
-    from mlxkv import reporting
+    from mlxkv import reports as parts
 
     if check:
-        differences = reporting.check(out, device=device)
+        differences = parts.check(out, only=only, device=device)
         _print("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n")
         sys.exit(1 if differences else 0)
-    for path in reporting.write_all(out, candidates=candidates, device=device):
+    for path in parts.write(out, only=only, candidates=candidates, device=device):
         _print(f"{path}\n")
 
 
@@ -312,6 +328,17 @@ def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, 
     judged = stored.compare(folder, candidates, out, command=_command_line())
     _print(judged.files["compare.json"] if as_json else judged.text)
     sys.exit(judged.verdict.exit_code)
+
+
+def _alone(option: str, given: dict[str, Any], others: tuple[str, ...]) -> None:
+    """Refuses options that say of one sequence what `option` says of several."""
+    beside = [
+        f"--{name.removesuffix('s') if name == 'candidates' else name.replace('_', '-')}"
+        for name in others
+        if given[name] not in (None, ())
+    ]
+    if beside:
+        raise Refusal(f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out")
 
 
 def _command_line() -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
-from mlxkv import session
+from mlxkv import reporting, session
 from mlxkv.engines import job, oracle
 from mlxkv.judge import locate as judging
 from mlxkv.judge.case import Case, by_plan, case_reasons
 from mlxkv.judge.locate import Located
+from mlxkv.judge.result import Verdict
 from mlxkv.judge.taps import count
 from mlxkv.judge.verdict import judge
 from mlxkv.progress import say
 from mlxkv.report import locate as report
 from mlxkv.report import plots
+from mlxkv.report.markdown import cause as cause_of
 from oracle import trace
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.plan import Call, Plan, Refusal
@@ -50,12 +53,12 @@ def locate(request: session.Request, out: Path, *, candidates: Sequence[Path] = 
     third = [trace.read(path) for path in candidates]
     session.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
-        found, case = _port(runs)
+        suspects = cache(partial(session.suspects, runs))
+        found, case = _engine(runs, suspects)
         engines = [runs.arithmetic[0].meta.engine]
         located = [found]
         if third:
-            named = by_plan(case.manifest, third)
-            located.append(judging.locate(runs.case, judge(runs.case, named), arithmetic=named))
+            located.append(_from_outside(runs.case, by_plan(case.manifest, third), suspects))
             engines.append(third[0].meta.engine)
         search = _rendered(case, located, engines, out, command)
     for name in NAMES:
@@ -66,19 +69,40 @@ def locate(request: session.Request, out: Path, *, candidates: Sequence[Path] = 
     return search
 
 
-def _port(runs: session.Runs) -> tuple[Located, Case]:
+_Suspects = Callable[[], Path | str]
+
+
+def _engine(runs: session.Runs, suspects: _Suspects) -> tuple[Located, Case]:
     case, arithmetic = runs.case, by_plan(runs.case.manifest, runs.arithmetic)
+    # An engine without lane A is not the port, whose taps would say nothing of it.
+    if not runs.algebra or case_reasons(case) or not count(case.truth):
+        return _from_outside(case, arithmetic, suspects), case
     verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
     plan = judging.failing_plan(verdict)
-    nowhere = verdict.outcome == "cannot tell" or (verdict.outcome == "differ" and plan is None)
-    # An engine without lane A is not the port, whose taps would say nothing of it.
-    if nowhere or not runs.algebra or case_reasons(case) or not count(case.truth):
-        return judging.locate(case, verdict, arithmetic=arithmetic), case
-    # Where all is right the hidden states of any folder show it.
-    case, notes = (case, ()) if plan is None else with_taps(case)
+    cause, notes = _cause(verdict, case, arithmetic, suspects)
+    if verdict.outcome == "cannot tell" or (verdict.outcome == "differ" and plan is None):
+        return judging.locate(case, verdict, arithmetic=arithmetic, cause=cause, notes=notes), case
+    if plan is not None:
+        # Where all is right the hidden states of any folder show it.
+        case, missing = with_taps(case)
+        notes += missing
     with session.scratch() as room:
         propagated, isolated = _tapped(case, runs.checkpoint, plan or "step", room)
-        return judging.locate(case, verdict, propagated=propagated, isolated=isolated, arithmetic=arithmetic, notes=notes), case
+        found = judging.locate(case, verdict, propagated=propagated, isolated=isolated, arithmetic=arithmetic, cause=cause, notes=notes)
+        return found, case
+
+
+def _from_outside(case: Case, traces: Mapping[str, trace.Trace], suspects: _Suspects) -> Located:
+    """What the logits and the cache show of an engine that nobody can look into."""
+    verdict = judge(case, traces)
+    cause, notes = _cause(verdict, case, traces, suspects)
+    return judging.locate(case, verdict, arithmetic=traces, cause=cause, notes=notes)
+
+
+def _cause(verdict: Verdict, case: Case, traces: Mapping[str, trace.Trace], suspects: _Suspects) -> tuple[str | None, tuple[str, ...]]:
+    """The usual mistake that explains the difference, and what is to be said of the search for it."""
+    told = reporting.explained(verdict, case, dict(traces), suspects)
+    return cause_of(told), told.notes[len(verdict.notes) :]
 
 
 def with_taps(case: Case) -> tuple[Case, tuple[str, ...]]:

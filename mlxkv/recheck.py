@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FACTOR = 2.0
-FREE = {"environment", "position", "token", "layer", "head", "headroom", "nmse_db", "cosine", "kl"}
+FREE = {"environment", "position", "token", "layer", "head", "headroom", "worst", "nmse_db", "cosine", "kl"}
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?x?")
 
 
@@ -66,10 +66,16 @@ def _skeleton(text: str) -> list[str]:
             section = line
         if section == "## Environment":
             continue
+        if section == "## Prompts" and line.startswith("|"):
+            # The worst comes first, and which of several good ones is the worst is noise.
+            kept.append(f"{section} {_NUMBER.sub('#', line)}")
+            continue
         placed = section == "## Gates" and line.startswith("|")
         shown = line.rsplit("|", 2)[0] if placed else line
         kept.append(_NUMBER.sub("#", shown) if section != "## Tokens" else shown)
-    return [" ".join(line.split()) for line in kept]
+    found = [" ".join(line.split()) for line in kept]
+    rows = iter(sorted(line for line in found if line.startswith("## Prompts |")))
+    return [next(rows) if line.startswith("## Prompts |") else line for line in found]
 
 
 def _load(path: Path) -> Any:

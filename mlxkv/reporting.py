@@ -1,4 +1,4 @@
-"""From a request to files: runs the session, asks the judge, renders, writes. `compare`, `reports` and `bench` end here."""
+"""From a request to files: runs what a command asks for, asks the judge, renders, writes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from oracle import tokens, trace
 from oracle.plan import Refusal
 
 if TYPE_CHECKING:
+    from mlxkv import calibrating, selftesting
     from mlxkv.pitfalls import Matrix
 
 NAMES = ("compare.svg", "compare.json", "compare.md")
@@ -35,7 +36,7 @@ class Compared:
     case: Case
     sides: tuple[markdown.Side, ...]
     files: dict[str, str]
-    machine: str
+    environment: dict[str, Any]
     took: dict[str, Finished | None]
     third: Verdict | None = None
 
@@ -72,21 +73,22 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
     third = [trace.read(path) for path in candidates]
     session.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
-        compared = _judged(runs, third, commands=[command])
+        compared = judged(runs, third, commands=[command])
     compared.write(out)
     return compared
 
 
-def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Sequence[str]) -> Compared:
+def judged(runs: session.Runs, third: Sequence[trace.Trace] = (), *, commands: Sequence[str], notes: Sequence[str] = ()) -> Compared:
+    """The verdict on what was run, rendered; `notes` are said beside the judge's own."""
     case = runs.case
     candidates = by_plan(case.manifest, runs.arithmetic)
     suspects = cache(partial(session.suspects, runs))
-    verdict = _explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
+    verdict = explained(judge(case, candidates, algebra=by_plan(case.manifest, runs.algebra)), case, candidates, suspects)
+    verdict = replace(verdict, notes=(*notes, *verdict.notes))
     beside = _third(case, third)
-    other = _explained(judge(case, beside), case, beside, suspects) if beside else None
+    other = explained(judge(case, beside), case, beside, suspects) if beside else None
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
-    environment = runs.arithmetic[0].meta.environment
     continuation = _continuation(runs)
     files = {
         "compare.svg": _plot(verdict, case),
@@ -103,13 +105,11 @@ def _judged(runs: session.Runs, third: Sequence[trace.Trace], *, commands: Seque
             page=session.is_original(runs.checkpoint),
         ),
     }
-    system = str(environment.get("os", "unknown")).split()[0].lower()
-    machine = f"{system}-{environment.get('arch', 'unknown')}-{runs.arithmetic[0].meta.device}"
-    return Compared(verdict, case, tuple(sides), files, machine, runs.took, other)
+    return Compared(verdict, case, tuple(sides), files, runs.arithmetic[0].meta.environment, runs.took, other)
 
 
-def _explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
-    """The verdict; where the engine differs, with the usual mistake that explains it, or with why none is named."""
+def explained(verdict: Verdict, case: Case, traces: dict[str, trace.Trace], suspects: Callable[[], Path | str]) -> Verdict:
+    """The verdict; where the engine differs, with the usual mistake that explains it, or with a note why none is named."""
     if verdict.outcome != "differ":
         return verdict
     folder = suspects()
@@ -147,7 +147,7 @@ def _json(verdict: Verdict, other: Verdict | None, runs: session.Runs, continuat
         "third": other.to_json() if other else None,
         "environment": {runs.engine: runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return _pretty(value)
 
 
 def _continuation(runs: session.Runs) -> markdown.Continuation:
@@ -165,20 +165,20 @@ def pitfalls(out: Path, *, as_json: bool, command: str, **options: Any) -> tuple
     request = scenes.request(**options)
     session.claim(out)
     matrix = scenes.run(request)
-    files = _matrix_files(matrix, commands=[command])
+    files = matrix_files(matrix, commands=[command])
     for name, content in files.items():
         trace.write_text(out / name, content)
     printed = files["pitfalls.json"] if as_json else pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
     return printed, matrix.exit_code
 
 
-def _matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
+def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
+    """The report of the scenarios, by file name."""
     from mlxkv import pitfalls as scenes
 
     tokenizer = tokens.load(matrix.checkpoint.folder)
     text = (lambda ids: tokenizer.decode(list(ids))) if tokenizer else (lambda _: "")
-    value = json.dumps(matrix.to_json(), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    return {"pitfalls.json": value, "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
+    return {"pitfalls.json": _pretty(matrix.to_json()), "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
 
 
 def selftest(
@@ -190,17 +190,21 @@ def selftest(
 
     session.claim(out)
     result = selftesting.run(model, revision, **options)
-    value = result.to_json()
     if power is not None:
         selftesting.write_power(power, result)
-    files = {
-        "selftest.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
-        "selftest.md": pages.markdown(result.trials, value, commands=[command]),
-    }
+    files = selftest_files(result, commands=[command])
     for name, content in files.items():
         trace.write_text(out / name, content)
     text = pages.console(result.trials, dtype=result.dtype, report=str(out / "selftest.md"))
     return files["selftest.json"] if as_json else text, result.exit_code
+
+
+def selftest_files(result: selftesting.Result, *, commands: Sequence[str]) -> dict[str, str]:
+    """The report of a selftest, by file name."""
+    from mlxkv.report import selftest as pages
+
+    value = result.to_json()
+    return {"selftest.json": _pretty(value), "selftest.md": pages.markdown(result.trials, value, commands=commands)}
 
 
 def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
@@ -210,72 +214,19 @@ def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bo
 
     session.claim(out)
     result = calibrating.run(model, revision, **options)
-    value, found = result.to_json(), (result.ranges, result.accused)
-    files = {
-        "calibration.json": json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n",
-        "calibration.md": pages.markdown(*found, value, commands=[command]),
-    }
+    files = calibration_files(result, commands=[command])
     for name, content in files.items():
         trace.write_text(out / name, content)
-    text = pages.console(*found, dtype=result.dtype, report=str(out / "calibration.md"))
+    text = pages.console(result.ranges, result.accused, dtype=result.dtype, report=str(out / "calibration.md"))
     return files["calibration.json"] if as_json else text, result.exit_code
 
 
-def write_all(out: Path, *, candidates: Sequence[Path] = (), device: str = "auto") -> list[Path]:
-    """Everything under reports/: the default model's comparison, the behaviour matrix and the index."""
-    from mlxkv import pitfalls as scenes
+def calibration_files(result: calibrating.Result, *, commands: Sequence[str]) -> dict[str, str]:
+    """The report of a calibration, by file name."""
+    from mlxkv.report import calibrate as pages
 
-    session.claim(out)
-    third = [trace.read(path) for path in candidates]
-    with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
-        compared = _judged(runs, third, commands=["mlxkv compare", "mlxkv reports"])
-    folder = out / compared.case.manifest.name / compared.machine
-    files = compared.files | _matrix_files(scenes.run(scenes.Request(device=device)), commands=["mlxkv pitfalls", "mlxkv reports"])
-    for name, content in files.items():
-        trace.write_text(folder / name, content)
-    trace.write_text(out / "README.md", _index(out))
-    return [*(folder / name for name in files), out / "README.md"]
-
-
-def _index(out: Path) -> str:
-    rows = []
-    for path in sorted(out.glob("*/*/*.json")):
-        link = path.with_suffix(".md").relative_to(out)
-        rows.append(f"| [{link.stem}]({link}) | {link.parts[0]} | {link.parts[1]} | {_said(_read_json(path))} |")
-    head = [
-        "# Reports",
-        "",
-        "Each was measured by `mlxkv reports` on the machine that it names; `mlxkv reports --check` does it again.",
-        "",
-    ]
-    return "\n".join([*head, "| report | model | machine | result |", "|:--|:--|:--|:--|", *rows]) + "\n"
-
-
-def _said(value: Any) -> str:
-    if "trials" in value:
-        trials = [t for some in value["trials"].values() for t in some]
-        return f"{sum(not t['passed'] for t in trials)} of {len(trials)} runs judged wrongly"
-    if "readings" in value:
-        return "every correct run within every limit" if value["exit_code"] == 0 else "a correct run is beyond a limit"
-    if "surprises" in value:
-        return f"{len(value['surprises'])} systems not as documented" if value["surprises"] else "all as documented"
-    scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
-    return f"{value['outcome']}{scopes}"
-
-
-def check(out: Path, *, device: str = "auto") -> list[str]:
-    """Makes the reports again in a scratch folder: the differences, one line each; none when they still say the same."""
-    from mlxkv import recheck
-
-    if not list(out.glob("*/*/*.json")):
-        raise Refusal(f"{out}: no reports, so there is nothing to check; make them with `mlxkv reports` and commit them")
-    with session.scratch() as room:
-        write_all(room, device=device)
-        made = sorted(path.relative_to(room) for path in room.rglob("*") if path.is_file())
-        machine = next(path.parts[1] for path in made if len(path.parts) == 3)
-        if not list(out.glob(f"*/{machine}/*.json")):
-            raise Refusal(f"{out}: no reports for {machine}, so there is nothing to check; make them with `mlxkv reports` and commit them")
-        return recheck.folders(out, room, made)
+    value = result.to_json()
+    return {"calibration.json": _pretty(value), "calibration.md": pages.markdown(result.ranges, result.accused, value, commands=commands)}
 
 
 def bench(
@@ -310,8 +261,5 @@ def bench(
     return benches.text(checkpoint.name, speeds, takes, environment)
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it or make the reports again") from error
+def _pretty(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"

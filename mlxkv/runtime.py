@@ -34,6 +34,10 @@ _BLAS = (
 )
 
 
+MLX_LEAST = (0, 29)
+"""As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half precision on a CPU."""
+
+
 def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, Any]:
     """Sets this process up for MLX on `device` (auto, gpu or cpu) and returns what a report must say of it.
 
@@ -70,6 +74,7 @@ def require_device(device: str) -> None:
     """Refuses a comparison whose port could not run, before the oracle is asked; asking MLX itself only where it must be."""
     if not has("mlx"):
         raise Refusal("mlx is not installed: pip install 'mlxkv[port]'")
+    _require_recent()
     if device == "gpu":
         mx = require_mlx()
         _choose(mx, device)
@@ -87,7 +92,17 @@ def require_mlx() -> Any:
         if "libmlx" in str(error):
             raise Refusal(f"mlx is installed without its backend ({error}): {line}, which takes mlx[cpu] on Linux") from error
         raise Refusal(f"mlx is not installed: {line}") from error
+    _require_recent()
     return mx
+
+
+def _require_recent() -> None:
+    """Refuses an MLX that pip would not have installed beside us."""
+    found = version("mlx")
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+    # A build from source may have no version that says anything.
+    if numbers and numbers < MLX_LEAST:
+        raise Refusal(f"mlx {found} is installed, expected {'.'.join(map(str, MLX_LEAST))} or later: pip install -U 'mlxkv[port]'")
 
 
 def _choose(mx: Any, device: str) -> str:

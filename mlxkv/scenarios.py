@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Step, judged_plans
+from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Step, growing_prefixes, judged_plans
 
 Behaviour = Literal["right", "silently wrong", "refused", "cannot be expressed"]
 SYSTEMS: dict[str, str] = {
@@ -285,7 +285,7 @@ def _dtype(s: Setting) -> Scenario:
 
 
 def _without_cache(s: Setting) -> list[Scenario]:
-    growing = judged_plans(list(s.sequence), prompt=len(s.first))["prefixes"]
+    growing = growing_prefixes(tuple(s.sequence), len(s.first))
     one = [Call("a", (token,), i) for i, token in enumerate(s.first)]
     left_out = [Call("a", (token,)) for token in s.first]
     by_one = Plan("nocache1", (New("a", use_kv_cache=False), *one), "last")
@@ -294,8 +294,8 @@ def _without_cache(s: Setting) -> list[Scenario]:
         Scenario(
             "nocache",
             "use_kv_cache = false: the growing prefix at every step",
-            _everywhere("nocache", *growing.steps),
-            tuple(Aim(i, "first") for i, step in enumerate(growing.steps) if isinstance(step, Call)),
+            _everywhere("nocache", *growing),
+            tuple(Aim(i, "first") for i, step in enumerate(growing) if isinstance(step, Call)),
             dict.fromkeys(SYSTEMS, RIGHT),
             {"T": "use_cache=False", "C": "kvs stay empty"},
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from mlxkv.progress import say
 from oracle import process, trace
 from oracle import tokens as tokenizers
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
-from oracle.plan import Refusal
+from oracle.plan import Plan, Refusal
 
 PORT, MLX_LM, CUSTOM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.custom"
 DEFAULT_PROMPT = "The capital of France is"
@@ -30,7 +30,11 @@ ORIGINAL = (269_060_552, "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a person asked to compare. None where the oracle folder, or the default, decides."""
+    """What a person asked to compare. None where the oracle folder, or the default, decides.
+
+    Where `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt. `name` tells one of
+    several requests from the others.
+    """
 
     model: str | None = None
     revision: str | None = None
@@ -45,6 +49,8 @@ class Request:
     fresh: bool = False
     ignore_keys: tuple[str, ...] = ()
     engine: str = "port"
+    prompt_tokens: int | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +72,54 @@ def run(request: Request, *, meanwhile: Callable[[], object] = lambda: None) -> 
 
     `meanwhile` is called while the engine's processes run and this one would only wait.
     """
-    runtime.require_device(request.device)
-    follow = _follower(request.engine)
-    checkpoint, folder, made = _given(request) if request.oracle else _asked(request)
+    with run_all([request], meanwhile=meanwhile) as (runs,):
+        yield runs
+
+
+@contextmanager
+def run_all(requests: Sequence[Request], *, meanwhile: Callable[[], object] = lambda: None) -> Iterator[tuple[Runs, ...]]:
+    """As `run`, of several sequences on the first request's model, dtype and device: the engine loads its weights once."""
+    first = requests[0]
+    runtime.require_device(first.device)
+    follow = _follower(first.engine)
+    answers = [_given(first)] if first.oracle else _asked(requests)
+    checkpoint, cases = answers[0][0], [_case(checkpoint, folder) for checkpoint, folder, _ in answers]
+    if not first.oracle:
+        cases = [_renamed(case, checkpoint) for case in cases]
+    plans = [_plans(case, folder) for case, (_, folder, _) in zip(cases, answers, strict=True)]
+    with scratch() as room:
+        dtype, keys = cases[0].manifest.dtype, checkpoint.without
+        arithmetic = job.Job(str(checkpoint.folder), _apart(plans), room / "run", dtype, dtype, first.device, ignore_keys=keys)
+        done, took = follow(arithmetic, meanwhile)
+        lanes = [_traces(one, plans) for one in done]
+        yield tuple(
+            Runs(
+                Path(first.engine).name,
+                folder,
+                case,
+                checkpoint,
+                lanes[0][i],
+                sum((lane[i] for lane in lanes[1:]), ()),
+                {"oracle": made} | took,
+            )
+            for i, (case, (_, folder, made)) in enumerate(zip(cases, answers, strict=True))
+        )
+
+
+def _case(checkpoint: Checkpoint, folder: Path) -> Case:
     case = read_case(folder)
     if case.manifest.fingerprint != checkpoint.fingerprint:
         raise Refusal(
             f"{folder}: made with weights {case.manifest.fingerprint[:16]}, but {checkpoint.source} holds {checkpoint.fingerprint[:16]}; "
             "run the oracle on these weights, or name the model that the folder was made with"
         )
-    # Plans may coincide (full and step where nothing is decoded): one run then serves both names.
-    plans = tuple({plan.digest: plan for plan in oracle.judged(case.manifest, folder).values()}.values())
-    with scratch() as room:
-        dtype, keys = case.manifest.dtype, checkpoint.without
-        arithmetic = job.Job(str(checkpoint.folder), plans, room / "run", dtype, dtype, request.device, ignore_keys=keys)
-        done, took = follow(arithmetic, meanwhile)
-        traces = [_traces(one) for one in done]
-        yield Runs(Path(request.engine).name, folder, case, checkpoint, traces[0], sum(traces[1:], ()), {"oracle": made} | took)
+    return case
+
+
+def _renamed(case: Case, checkpoint: Checkpoint) -> Case:
+    """A kept answer may have been made from the same weights under another name: the one asked for now is shown."""
+    asked = {name: getattr(checkpoint, name) for name in ("source", "name", "note", "revision")}
+    return replace(case, manifest=replace(case.manifest, **asked))
 
 
 def suspects(runs: Runs) -> Path | str:
@@ -147,18 +184,51 @@ def _one_lane(module: str, name: str, source: str, arithmetic: job.Job, meanwhil
         return [arithmetic], {name: arithmetic.end(a)}
 
 
-def _traces(done: job.Job) -> tuple[trace.Trace, ...]:
-    return tuple(trace.read(done.trace(plan)) for plan in done.plans)
+def _plans(case: Case, folder: Path) -> tuple[Plan, ...]:
+    """Plans may coincide (full and step where nothing is decoded): one run then serves both names."""
+    return tuple({plan.digest: plan for plan in oracle.judged(case.manifest, folder).values()}.values())
 
 
-def _asked(request: Request) -> tuple[Checkpoint, Path, job.Finished | None]:
-    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
+def _apart(plans: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
+    """The plans of one job, whose names are files': those of several sequences get its number before theirs."""
+    if len(plans) == 1:
+        return plans[0]
+    return tuple(replace(plan, name=f"{i}-{plan.name}") for i, of in enumerate(plans) for plan in of)
+
+
+def _traces(done: job.Job, plans: Sequence[tuple[Plan, ...]]) -> list[tuple[trace.Trace, ...]]:
+    """Of each sequence the traces, under the plans' own names."""
+    paths = iter([done.trace(plan) for plan in done.plans])
+    return [tuple(_named(trace.read(next(paths)), plan) for plan in of) for of in plans]
+
+
+def _named(made: trace.Trace, plan: Plan) -> trace.Trace:
+    return replace(made, meta=replace(made.meta, plan=replace(made.meta.plan, name=plan.name)))
+
+
+_Answered = tuple[Checkpoint, Path, job.Finished | None]
+
+
+def _asked(requests: Sequence[Request]) -> list[_Answered]:
+    """The oracle's answer to each; what can be refused of any is refused before the first is asked."""
+    checkpoint = resolve(requests[0].model, revision=requests[0].revision, ignore_keys=requests[0].ignore_keys)
     require_llama(checkpoint)
     config = LlamaConfig.of(checkpoint)  # what the port refuses must not cost a run of the oracle first
-    question = _question(request, checkpoint, beyond=config.rope.beyond)
-    say(f"oracle: {len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}")
-    answer = oracle.ask(question, fresh=request.fresh)
-    return checkpoint, answer.folder, answer.made
+    questions = [_named_question(request, checkpoint, beyond=config.rope.beyond) for request in requests]
+    answers: list[_Answered] = []
+    for request, question in zip(requests, questions, strict=True):
+        whose = f"{request.name}, " if request.name else ""
+        say(f"oracle: {whose}{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}")
+        answer = oracle.ask(question, fresh=request.fresh)
+        answers.append((checkpoint, answer.folder, answer.made))
+    return answers
+
+
+def _named_question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracle.Question:
+    try:
+        return _question(request, checkpoint, beyond=beyond)
+    except Refusal as error:
+        raise Refusal(f"prompt {request.name}: {error}" if request.name else str(error)) from error
 
 
 def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracle.Question:
@@ -173,9 +243,10 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         ids = tokenizer.encode(prompt)
         if tokenizer.warning is not None:
             print(f"warning: {tokenizer.warning}", file=sys.stderr)
-    steps = 20 if request.steps is None else request.steps
+    # A sequence that is given whole needs no greedy tokens.
+    steps = 0 if request.prompt_tokens is not None else 20 if request.steps is None else request.steps
     tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=checkpoint.max_positions)
-    if len(ids) + steps - 1 > checkpoint.max_positions:
+    if len(ids) + max(0, steps - 1) > checkpoint.max_positions:
         limit = f"at most {checkpoint.max_positions} (max_position_embeddings{beyond})"
         raise Refusal(
             f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected {limit}; take fewer steps or a shorter prompt"
@@ -184,7 +255,7 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         checkpoint=checkpoint,
         prompt=None if request.tokens is not None else prompt,
         tokens=tuple(ids),
-        prompt_tokens=len(ids),
+        prompt_tokens=request.prompt_tokens or len(ids),
         steps=steps,
         chunks=request.chunks,
         dtype=request.dtype or "float32",

@@ -19,7 +19,7 @@ import numpy as np
 from oracle import floors
 from oracle import plan as plan_files
 from oracle.checkpoint import resolve
-from oracle.plan import Call, Plan, Refusal
+from oracle.plan import Call, Plan, Refusal, judged_plans
 from oracle.process import own_folder
 from oracle.question import Asked, Note, Progress, ask, check_threads
 from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
@@ -170,7 +170,8 @@ def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
         if plan.digest != manifest.plans[name]:
             raise Refusal(f"{folder / 'plans' / name}.json: digest {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make it again")
     full = found["full"].steps[-1] if "full" in found else None
-    if not isinstance(full, Call) or list(full.tokens) != manifest.tokens or not {"step", "prefixes"} <= set(found):
+    wanted = set(judged_plans(manifest.tokens, prompt=manifest.prompt_tokens)) - {"chunked"}
+    if not isinstance(full, Call) or list(full.tokens) != manifest.tokens or not wanted <= set(found):
         raise Refusal(f"{folder}: plans {', '.join(found)} are not those of the manifest's {len(manifest.tokens)} tokens; make it again")
     return found
 

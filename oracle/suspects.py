@@ -35,6 +35,7 @@ _GROUPS = {
     "mlp": re.compile(r"\.mlp\."),
     "embedding": re.compile(r"embed_tokens|lm_head"),
 }
+_QUERIES_AND_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.")
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,6 +59,8 @@ def usual(config: Config, *, dtype: str, stored: frozenset[str]) -> list[Suspect
     found.append(
         Suspect("interleaved", "interleaved RoPE: pairs (2i, 2i + 1) turned instead of split halves", replace(config, interleaved=True))
     )
+    words = "q and k rows of each head in the order 0, head_dim / 2, 1, ... of Meta's and GGUF files, not undone"
+    found.append(Suspect("paired-rows", words, config, _paired(config.head_dim)))
     if config.scaling is not None:
         found.append(Suspect("scaling-lost", "RoPE scaling lost: the type is default", replace(config, scaling=None)))
         if config.theta != _THETAS[0]:
@@ -65,7 +68,7 @@ def usual(config: Config, *, dtype: str, stored: frozenset[str]) -> list[Suspect
             found.append(Suspect("rope-lost", words, replace(_theta(config, _THETAS[0]), scaling=None)))
     if not config.tied:
         found.append(Suspect("head-tied", "lm_head tied to the embedding, its own weights lost", replace(config, tied=True)))
-    found = [suspect for suspect in found if suspect.config != config]
+    found = [suspect for suspect in found if suspect.change or suspect.config != config]
     for to, kind in _ROUNDED.items():
         if dtype != to and stored != {kind}:
             found += [Suspect(f"{to}-{group}", f"{group} weights rounded to {to}", config, _rounding(to, group)) for group in _GROUPS]
@@ -161,6 +164,15 @@ def _changed(suspect: Suspect, name: str, tensor: Tensor) -> Tensor:
 
 def _theta(config: Config, theta: float) -> Config:
     return replace(config, theta=theta)
+
+
+def _paired(head_dim: int) -> truth.Change:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if not _QUERIES_AND_KEYS.search(name):
+            return tensor
+        return tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+    return change
 
 
 def _rounding(dtype: str, group: str) -> truth.Change:

@@ -18,6 +18,7 @@ from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
 from mlxkv.judge.measure import Floats, Measures, TruthRows
 from mlxkv.judge.result import SCOPES, Control, Curve, FirstWrong, Gate, Outcome, Scope, Verdict, subject
+from oracle.plan import PREFIXES_MOST, prefixes_feed
 from oracle.trace import Trace
 
 # "Port" and "members" below: the port and each held-out member of torch's pool on SmolLM2, 24 tokens, Linux, 2 cores.
@@ -323,6 +324,9 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
         notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
     if case.packed and any(g.scope == "algebra" and g.ran for g in gates):
         notes.append(f"algebra ran on the unpacked weights ({case.packed}) and does not cover quantized_matmul, which the other gates judge")
+    fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
+    if fed > PREFIXES_MOST and "prefixes" not in case.manifest.plans:
+        notes.append(f"prefixes was not run: it would feed {fed:,} tokens, the limit is {PREFIXES_MOST:,}; full and step are judged")
     if "chunked" not in case.manifest.plans:
         notes.append("chunked does not apply: a prompt of one token cannot be split")
     if case.length > 1 and len(set(case.manifest.tokens)) == 1:

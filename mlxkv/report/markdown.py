@@ -24,6 +24,7 @@ PAGE = {
     ("ours chunked", "ours cached"): "2.91e-05",
 }
 _MOST_IDS = 64
+_MOST_TEXT = 400
 WORDS = (
     ("the page", "the article on KV caches in transformers and candle whose experiments this project repeats"),
     ("full", "the whole sequence in one call"),
@@ -214,9 +215,9 @@ def _pairs(verdict: Verdict) -> tuple[Pair, ...]:
 
 def _tokens(manifest: Manifest, continuation: Continuation | None) -> list[str]:
     ids = manifest.tokens[: manifest.prompt_tokens]
-    rows = [["prompt", code(_prompt(manifest)), code(_ids(ids))]]
+    rows = [["prompt", code(clip(_prompt(manifest), _MOST_TEXT)), code(_ids(ids))]]
     if continuation is not None:
-        text = code(quoted(continuation.text)) if continuation.text is not None else "-"
+        text = code(clip(quoted(continuation.text), _MOST_TEXT)) if continuation.text is not None else "-"
         rows.append(["generated", text, code(_ids(continuation.ids))])
     return ["## Tokens", "", *markdown_table(("", "text", "ids"), rows, left={0, 1, 2})]
 

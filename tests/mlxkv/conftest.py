@@ -46,6 +46,27 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
 
 
 @pytest.fixture(scope="session")
+def oracle_of(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The oracle's run folder of a tiny model over models.SEQUENCE, by layout. Not to be written to."""
+    made = tmp_path_factory.mktemp("oracle")
+
+    def folder(layout: str) -> Path:
+        out, ids = made / layout, ",".join(map(str, models.SEQUENCE))
+        command = ["oracle", "run", str(folder_of(layout)), "--tokens", ids, "--prompt-tokens", str(models.PROMPT), "--steps", "0"]
+        if not out.exists():
+            subprocess.run([sys.executable, "-m", *command, "--out", str(out)], check=True, capture_output=True)
+        return out
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answer(oracle_of: Callable[[str], Path]) -> Path:
+    """The oracle's run folder of the tiny model. Not to be written to."""
+    return oracle_of("gqa")
+
+
+@pytest.fixture(scope="session")
 def default_checkpoint() -> Checkpoint:
     """The real default model; fetched and converted once per machine. Tests that need it fail where it cannot be had."""
     return resolve(None)

@@ -96,6 +96,11 @@ def ids(n: int, *, seed: int = 0, vocab: int = 40) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(0, vocab, n)]
 
 
+SEQUENCE = ids(24, seed=5)
+"""What most comparisons in the tests run over, of which PROMPT tokens are the prompt."""
+PROMPT = 5
+
+
 def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: list[int]) -> npt.NDArray[np.float64]:
     """(L, V): logits of every position in float64 numpy, without a cache: the formulas, written down once more."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}

@@ -18,7 +18,7 @@ from mlxkv.engines import custom
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
 
 OWN = Path(own_llama.__file__)
-SEQUENCE = models.ids(24, seed=5)
+SEQUENCE = models.SEQUENCE
 
 
 def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,16 +31,6 @@ def refused(done: subprocess.CompletedProcess[str], line: str) -> None:
     last = [shown for shown in done.stderr.splitlines() if shown.startswith("error: ")]
     assert last == [f"error: {line}"], done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def answer(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The oracle's run folder of the tiny model."""
-    out = tmp_path_factory.mktemp("oracle") / "run"
-    ids = ",".join(map(str, SEQUENCE))
-    command = ["oracle", "run", str(folder_of("gqa")), "--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-    return out
 
 
 def written(folder: Path, *changes: tuple[str, str], name: str = "mine.py") -> Path:

@@ -492,9 +492,11 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     values = made.arrays["kv/a/001/values"]
     values[0, 7] = values[0, 6]
     trace.write(tmp_path / "third.safetensors", made.meta, made.arrays)
-    done = mlxkv(folder_of("gqa"), "--oracle", bare, "--candidate", tmp_path / "third.safetensors", "--out", tmp_path)
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    done = mlxkv(folder_of("gqa"), "--oracle", bare, "--candidate", tmp_path / "third.safetensors", "--out", tmp_path, env=env)
     assert (done.returncode, done.stderr) == (1, "")
     assert "nothing stands out" in done.stdout
+    assert "note: the cause was not looked for: sigma is within its limit at the first 12 positions of plan step\n" in done.stdout
     assert done.stdout.splitlines()[-2] == "located: position 7, layer 1, values, head 0"
     found = json.loads((tmp_path / "locate.json").read_text())
     assert (found["outcome"], found["third"]["engine"], found["third"]["outcome"]) == ("nothing", "third", "located")

@@ -25,11 +25,15 @@ from oracle.checkpoint import Checkpoint
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
 
 TOKENS = [3, 7, 11, 2, 19]
-SEQUENCE = models.ids(24, seed=5)
+SEQUENCE = models.SEQUENCE
 
 
 def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
+    return mlxkv("compare", *arguments, **environment)
+
+
+def mlxkv(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
 
 
@@ -47,13 +51,6 @@ def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
     (to / "model.safetensors").symlink_to(folder / "model.safetensors")
     (to / "config.json").write_text(json.dumps(config))
     return to
-
-
-@pytest.fixture(scope="module")
-def oracle_of(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The oracle's run folder of a tiny model, by layout."""
-    room = tmp_path_factory.mktemp("oracle")
-    return lambda layout: room / layout if (room / layout).exists() else asked(folder_of(layout), room / layout)
 
 
 def follow(folder: Path, out: Path, *plans: Plan, cache: str = "KVCache", dtype: str = "float32") -> dict[str, trace.Trace]:
@@ -226,6 +223,12 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     assert f"\ncause: {line}" in shown.stdout
     assert "\nmlx-lm: differ (logits, cache): sigma" in shown.stdout
     assert f"\n- {line}" in (tmp_path / "out" / "compare.md").read_text()
+    # Without lane A the place is read from the cache, and the cause is said beside it.
+    found = mlxkv("locate", folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
+    assert found.returncode == 1, found.stderr
+    place = json.loads(found.stdout)
+    assert [place[key] for key in ("engine", "position", "layer", "tap", "kind")] == ["mlx-lm", 1, 0, "keys", "RoPE or the mask"]
+    assert place["cause"].startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +280,31 @@ def test_rounded_weights_of_a_third_engine_are_named(
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["cause"]["name"] == f"{to}-mlp"
 
 
+def test_rows_of_q_and_k_in_pairs_order_are_named(
+    folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weights = models.weights(models.config("gqa"))
+    for name, array in weights.items():
+        if "q_proj" in name or "k_proj" in name:  # each head's rows 0, d/2, 1, d/2 + 1, ..., as GGUF and Meta store them
+            head_dim = models.config("gqa")["head_dim"]
+            weights[name] = array.reshape(-1, 2, head_dim // 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape).copy()
+    paired = load(models.save(tmp_path / "paired", models.config("gqa"), weights), "float32")
+    found = port.run(paired, judged_plans(SEQUENCE, prompt=5)["full"])
+    trace.write(tmp_path / "third.safetensors", replace(found.meta, engine="third", fingerprint=None), found.arrays)
+    done = compare(folder_of("gqa"), "--oracle", oracle_of("gqa"), "--candidate", tmp_path / "third.safetensors", "--out", tmp_path / "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nthird: cause: looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... " in done.stdout
+    third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
+    assert third["first_wrong"]["position"] == 1
+
+
 def test_a_mistake_that_is_none_of_them_is_not_explained(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     other = with_config(folder_of("gqa"), tmp_path / "other", models.config("gqa", rope_theta=11000.0))
     done = compare(other, "--oracle", oracle_of("gqa"), "--out", tmp_path / "out")
     assert done.returncode == 1
-    assert "\nnote: none of 14 usual suspects explains the difference\n" in done.stdout
+    assert "\nnote: none of 15 usual suspects explains the difference\n" in done.stdout
     assert "cause:" not in done.stdout
 
 

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import pytest
 
 from mlxkv.engines import port
-from mlxkv.engines.job import Job
+from mlxkv.engines.job import Job, Process
 from mlxkv.engines.job import read as read_job
 from mlxkv.engines.port import Runner
 from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 from oracle.checkpoint import resolve
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
+from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
 from oracle.trace import Meta, Outcome, Trace, read
 
 ModelOf = Callable[..., Llama]
@@ -229,6 +229,14 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     job = Job("somewhere", tuple(judged_plans(TOKENS, prompt=5).values()), tmp_path, "float64", "float16", "cpu", guarded=False)
 
     assert read_job(job.save()) == job
+
+
+def test_a_process_that_the_system_ends_is_a_refusal_and_no_result() -> None:
+    for end, says in (("os.abort()", "was ended by signal 6"), ("sys.exit(3)", "ended with exit code 3")):
+        process = Process(["mlxkv.engines.port"])
+        process.command = [sys.executable, "-c", f"import os, sys; {end}"]
+        with process, pytest.raises(Refusal, match=rf"^mlxkv\.engines\.port: its process {says}, expected a result"):
+            process.wait()
 
 
 def start(job: Job) -> subprocess.CompletedProcess[str]:

@@ -89,6 +89,13 @@ def test_markdown_may_move_in_numbers_places_and_environment_only(old: str, new:
     assert (found == []) is same
 
 
+def test_rows_of_prompts_may_change_places_and_their_verdicts_may_not() -> None:
+    old = "# All\n\n## Prompts\n\n| prompt | sigma | verdict |\n| a | 1.20 | agree |\n| b | 1.10 | agree |\n"
+    new = "# All\n\n## Prompts\n\n| prompt | sigma | verdict |\n| b | 1.30 | agree |\n| a | 1.20 | agree |\n"
+    assert recheck.lines(old, new, where="r.md") == []
+    assert len(recheck.lines(old, new.replace("1.20 | agree", "1.20 | differ"), where="r.md")) == 1
+
+
 def test_files_missing_or_unreadable_are_differences(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     names = [Path("a.json"), Path("b.json"), Path("c.svg"), Path("d.md")]

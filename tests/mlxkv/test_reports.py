@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
-from mlxkv import pitfalls, reporting, session
+from mlxkv import calibrating, pitfalls, prompts, selftesting, session
+from mlxkv import reports as parts
+from mlxkv.cli import REPORTS
+from mlxkv.engines.faults import FAULTS
+from mlxkv.prompts import Long, Prompt
 from oracle import trace
 from oracle.plan import Refusal
 
-RUN = pitfalls.run
+
+def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
+    """A tiny model and short sequences; the matrix, which has tests of its own, is made once."""
+    model = str(folder_of("gqa"))
+    patch.setattr(session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6))
+    patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
+    patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
+    patch.setattr(pitfalls, "Request", partial(Asked, model=model, ids=((3, 7, 11, 2, 19), (3, 7, 11, 5, 19)), steps=6))
+    patch.setattr(pitfalls, "run", matrix)
+    patch.setattr(selftesting, "run", trials(model))
+    patch.setattr(calibrating, "run", calibration(model))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tiny(folder_of: Callable[[str], Path]) -> Iterator[None]:
-    """The default model is a tiny one here, and so is what it is asked."""
-    folder, first, second = str(folder_of("gqa")), (4, 7, 11, 2, 19), (4, 7, 11, 5, 19)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Request", partial(session.Request, model=folder, tokens=first, steps=6))
-        patch.setattr(pitfalls, "Request", partial(pitfalls.Request, model=folder, ids=(first, second), steps=6))
-        yield
-
-
-@pytest.fixture(scope="module")
-def reports(_tiny: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reports")
-    reporting.write_all(folder)
-    return folder
-
-
-@pytest.fixture
-def _known_matrix(_tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scenarios are run once: each time they are six processes."""
-    monkeypatch.setattr(pitfalls, "run", matrix)
+Request, Asked, Tried, Calibrated = session.Request, pitfalls.Request, selftesting.run, calibrating.run
+matrix = cache(pitfalls.run)
 
 
 @cache
-def matrix(request: pitfalls.Request) -> pitfalls.Matrix:
-    return RUN(request)
+def trials(model: str) -> Callable[..., selftesting.Result]:
+    return cache(lambda *_: Tried(model, None, tiny=False, faults=(FAULTS[0].name,)))
+
+
+@cache
+def calibration(model: str) -> Callable[..., calibrating.Result]:
+    return cache(lambda *_: Calibrated(model, None, tiny=False, seeds=1))
+
+
+@pytest.fixture(autouse=True)
+def _tiny(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, folder_of)
+
+
+@pytest.fixture(scope="module")
+def reports(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reports")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch, folder_of)
+        list(parts.write(folder))
+    return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,36 +64,68 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_writing_them_again_changes_nothing(reports: Path) -> None:
     before = contents(reports)
-    names = ["README.md", "compare.json", "compare.md", "compare.svg", "pitfalls.json", "pitfalls.md"]
-    assert [name.split("/")[-1] for name in before] == names
-    reporting.write_all(reports)
+    each = ["compare.json", "compare.md", "compare.svg"]
+    inside = ["calibration.json", "calibration.md", *each, *(f"long/{name}" for name in each), "pitfalls.json", "pitfalls.md"]
+    inside += ["prompts/compare.json", "prompts/compare.md", *(f"prompts/short/{name}" for name in each)]
+    inside += ["selftest.json", "selftest.md"]
+    assert ["/".join(name.split("/")[2:]) for name in before] == ["", *inside]
+    list(parts.write(reports))
     assert contents(reports) == before
 
 
 def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
-    row, other = (line for line in (reports / "README.md").read_text().splitlines() if line.startswith("| ["))
-    (path,) = reports.rglob("compare.md")
-    place = path.relative_to(reports)
-    assert row == f"| [compare]({place}) | gqa | {place.parts[1]} | agree (algebra, logits, cache) |"
-    assert place.parts[1].endswith("-cpu")
-    assert other == f"| [pitfalls]({place.with_name('pitfalls.md')}) | gqa | {place.parts[1]} | all as documented |"
+    rows = [line for line in (reports / "README.md").read_text().splitlines() if line.startswith("| [")]
+    (path,) = reports.glob("*/*/compare.md")
+    machine = path.parent.name
+    said = {
+        "calibration": ("calibration.md", "every correct run within every limit"),
+        "compare": ("compare.md", "agree (algebra, logits, cache)"),
+        "compare, long": ("long/compare.md", "agree (algebra, logits, cache)"),
+        "pitfalls": ("pitfalls.md", "all as documented"),
+        "compare, prompts": ("prompts/compare.md", "agree (algebra, logits, cache)"),
+        "selftest": ("selftest.md", "0 of 2 runs judged wrongly"),
+    }
+    assert rows == [f"| [{name}](gqa/{machine}/{place}) | gqa | {machine} | {what} |" for name, (place, what) in said.items()]
+    assert machine.endswith("-cpu")
 
 
-@pytest.mark.usefixtures("_known_matrix")
+def test_a_part_is_made_by_itself_and_the_index_names_all_that_is_there(reports: Path) -> None:
+    assert tuple(REPORTS.choices) == tuple(parts.PARTS)
+    before = contents(reports)
+    made = [path.relative_to(reports).name for path in parts.write(reports, only=["selftest"])]
+    assert made == ["selftest.json", "selftest.md", "README.md"]
+    assert contents(reports) == before
+
+
+def test_a_candidate_that_no_part_would_show_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="--candidate with --only long: expected the part compare"):
+        list(parts.write(tmp_path, only=["long"], candidates=[tmp_path / "x.safetensors"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
+    (path,) = reports.glob("*/*/long/compare.md")
+    value = json.loads(path.with_suffix(".json").read_text())
+    assert "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; the last 4 are decoded" in path.read_text()
+    assert value["subject"]["tokens"] == list(prompts.drawn(12, vocab_size=40))
+    assert (value["subject"]["prompt_tokens"], value["generated"]) == (8, value["subject"]["tokens"][8:])
+    assert [len(curve["rms"]) for curve in value["by_position"]["rms"]] == [12, 12, 5, 12]
+
+
 def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(reports: Path) -> None:
-    assert reporting.check(reports) == []
-    (path,) = reports.rglob("compare.json")
+    assert parts.check(reports) == []
+    (path,) = reports.glob("*/*/compare.json")
     value = json.loads(path.read_text())
     kept = path.read_text()
     value["gates"][0]["value"] *= 3
     value["generated"][0] += 1
     path.write_text(json.dumps(value))
     (other,) = reports.rglob("pitfalls.json")
-    matrix = other.read_text()
-    other.write_text(matrix.replace('"refused"', '"right"', 1))
-    found = reporting.check(reports)
+    known = other.read_text()
+    other.write_text(known.replace('"refused"', '"right"', 1))
+    found = parts.check(reports, only=["compare", "pitfalls"])
     path.write_text(kept)
-    other.write_text(matrix)
+    other.write_text(known)
     assert len(found) == 3
     assert "gates[0].value" in found[0]
     assert "generated[0]" in found[1]
@@ -89,11 +135,11 @@ def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
 
 def test_nothing_to_check_is_not_a_pass(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="nothing to check"):
-        reporting.check(tmp_path)
+        parts.check(tmp_path)
 
 
 def test_a_report_names_what_made_it(reports: Path) -> None:
-    (path,) = reports.rglob("compare.md")
+    (path,) = reports.glob("*/*/compare.md")
     report = path.read_text()
     value = json.loads(path.with_suffix(".json").read_text())
     for word in ("MLX_ENABLE_TF32", "blas", "torch", "transformers", "threads", "device", value["subject"]["fingerprint"]):
@@ -101,14 +147,13 @@ def test_a_report_names_what_made_it(reports: Path) -> None:
     assert value["environment"]["port"]["MLX_ENABLE_TF32"] == "0"
 
 
-@pytest.mark.usefixtures("_known_matrix")
 def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
     reports: Path, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "on the page" not in next(reports.rglob("compare.md")).read_text()
+    assert "on the page" not in next(reports.glob("*/*/compare.md")).read_text()
     weights = folder_of("gqa") / "model.safetensors"
     monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, trace.sha256(weights)))
-    reporting.write_all(tmp_path)
-    lines = next(tmp_path.rglob("compare.md")).read_text().splitlines()
+    list(parts.write(tmp_path, only=["compare"]))
+    lines = next(tmp_path.glob("*/*/compare.md")).read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| mlxkv cached ") and "| mlxkv nocache" in line]
     assert row.split("|")[-2].strip() == "6.25e-05"

@@ -76,3 +76,15 @@ def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(folder_of
         f"print(verdict.outcome, 'mlx.core' in sys.modules, 'torch' in sys.modules, [n for n in {LIBRARIES} if '/lib' + n in maps])\n"
     )
     assert python(code).stdout == "agree False False []\n"
+
+
+def test_an_mlx_older_than_the_package_allows_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert allowed.count(f">={'.'.join(map(str, runtime.MLX_LEAST))}") >= 2
+    for found in ("0.29", "0.29.1", "0.32.4", "1.0", "0.33.0.dev20261130", "unknown"):
+        monkeypatch.setattr(runtime, "version", lambda _, found=found: found)
+        runtime.require_device("cpu")
+    monkeypatch.setattr(runtime, "version", lambda _: "0.24.1")
+    for refused in (lambda: runtime.require_device("cpu"), runtime.require_mlx):
+        with pytest.raises(Refusal, match=r"^mlx 0\.24\.1 is installed, expected 0\.29 or later: pip install -U 'mlxkv\[port\]'$"):
+            refused()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from synthetic import make_candidates, make_case
 
-from mlxkv import reporting, selftesting
+from mlxkv import reports, selftesting
 from mlxkv.engines.faults import FAULTS, applies
 from mlxkv.judge import power
 from mlxkv.judge.trial import RIGHT, Trial, unseen
@@ -135,6 +135,8 @@ def stale(value: Mapping[str, Any]) -> list[str]:
     expected = {f.name for f in FAULTS if value["dtype"] not in f.none_in}
     said = [f"fault {name!r} is in one of list and report" for name in sorted(found ^ expected)]
     said += [f"limit {name} is another" for name, limit in LIMITS.items() if value["limits"].get(name) != limit]
+    said += [f"model {name} was not tried" for name in (one.name for one in selftesting.TINY) if name not in value["trials"]]
+    said += [] if len(value["trials"]) > len(selftesting.TINY) else ["no model but random ones was tried"]
     return said + [f"{t['fault']} failed" for some in tried for t in some if not t["passed"]]
 
 
@@ -142,17 +144,22 @@ COMMITTED = sorted(ROOT.glob("reports/*/*/selftest.json"))
 
 
 def test_the_committed_selftest_covers_the_faults_and_limits_of_today() -> None:
+    assert COMMITTED
     for path in COMMITTED:
-        assert stale(json.loads(path.read_bytes())) == [], f"run `mlxkv selftest --out {path.parent.relative_to(ROOT)}`"
+        assert stale(json.loads(path.read_bytes())) == [], "run `mlxkv reports --only selftest`"
 
 
 def test_a_selftest_of_other_faults_or_limits_is_seen() -> None:
     trials = [{"fault": name, "passed": True} for name in (RIGHT, *NAMES)]
-    value: dict[str, Any] = {"dtype": "float32", "limits": LIMITS, "trials": {"a": trials}}
+    models: dict[str, Any] = dict.fromkeys(("real", *(one.name for one in selftesting.TINY)), trials)
+    value: dict[str, Any] = {"dtype": "float32", "limits": LIMITS, "trials": models}
     assert stale(value) == []
-    assert stale(value | {"trials": {"a": trials[:-1]}}) == [f"fault {NAMES[-1]!r} is in one of list and report"]
+    assert stale(value | {"trials": dict.fromkeys(models, trials[:-1])}) == [f"fault {NAMES[-1]!r} is in one of list and report"]
     assert stale(value | {"limits": LIMITS | {"PEAK": 7.0}}) == ["limit PEAK is another"]
-    assert stale(value | {"trials": {"a": [{"fault": RIGHT, "passed": False}, *trials]}}) == [f"{RIGHT} failed"]
+    assert stale(value | {"trials": models | {"real": [{"fault": RIGHT, "passed": False}, *trials]}}) == [f"{RIGHT} failed"]
+    last = selftesting.TINY[-1].name
+    without = {name: of for name, of in models.items() if name != last}
+    assert stale(value | {"trials": without}) == [f"model {last} was not tried", "no model but random ones was tried"]
 
 
 def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: Path) -> None:
@@ -161,7 +168,7 @@ def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: P
     trials = {"a": [{"fault": RIGHT, "passed": True}, {"fault": "stale", "passed": False}]}
     (folder / "selftest.json").write_text(json.dumps({"trials": trials}))
     (folder / "calibration.json").write_text(json.dumps({"readings": [], "exit_code": 0}))
-    rows = [line for line in reporting._index(tmp_path).splitlines() if line.startswith("| [")]
+    rows = [line for line in reports.index(tmp_path).splitlines() if line.startswith("| [")]
     assert rows == [
         "| [calibration](model/machine/calibration.md) | model | machine | every correct run within every limit |",
         "| [selftest](model/machine/selftest.md) | model | machine | 1 of 2 runs judged wrongly |",

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
 import numpy as np
 import pytest
 import synthetic
@@ -22,8 +21,6 @@ from mlxkv.judge.case import Case
 from oracle import trace
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset
 from oracle.trace import Outcome, Trace
-
-SEQUENCE = models.ids(24, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +165,6 @@ def test_on_the_command_line_it_needs_no_engine_and_judges_nothing(runs: dict[st
 
 
 # compare --no-run, on an answer of the real oracle.
-
-
-@pytest.fixture(scope="module")
-def answer(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("oracle") / "run"
-    ids = ",".join(map(str, SEQUENCE))
-    command = ["oracle", "run", str(folder_of("gqa")), "--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-    return out
 
 
 @pytest.fixture(scope="module")

@@ -23,18 +23,6 @@ from mlxkv.testing import assert_agrees
 from oracle import trace
 from oracle.plan import Refusal
 
-SEQUENCE = models.ids(24, seed=5)
-
-
-@pytest.fixture(scope="module")
-def answer(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The oracle's run folder of the tiny model."""
-    out = tmp_path_factory.mktemp("oracle") / "run"
-    ids = ",".join(map(str, SEQUENCE))
-    command = ["oracle", "run", str(folder_of("gqa")), "--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-    return out
-
 
 @pytest.fixture
 def own(folder_of: Callable[[str], Path]) -> own_llama.OwnLlama:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import oracle
-from oracle import answer, folder, trace
+from oracle import answer, folder, plan, trace
 from oracle.plan import Refusal
 from oracle.question import ask
 
@@ -150,6 +150,14 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
     assert "reference-chunked.safetensors" not in manifest.files
     assert trace.read_arrays(tmp_path / "out" / "floors.safetensors")[0]["members"] == MEMBERS[:4]
     folder.check(tmp_path / "out")
+
+
+def test_prefixes_that_would_feed_too_much_are_left_out(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "PREFIXES_MOST", 4 + 5 + 6)
+    for steps, plans in ((3, ["chunked", "full", "prefixes", "step"]), (4, ["chunked", "full", "step"])):
+        manifest = oracle.run(model, out=tmp_path / str(steps), tokens=[5, 9, 2, 7], steps=steps, threads=1)
+        assert sorted(manifest.plans) == plans
+        folder.check(tmp_path / str(steps))
 
 
 @pytest.mark.parametrize(

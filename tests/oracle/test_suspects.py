@@ -49,15 +49,23 @@ def logits_of(out, name):
 def test_what_the_config_says_itself_is_no_suspect():
     rounded = [f"{to}-{group}" for to in ("float16", "bfloat16") for group in ("all", "attention", "mlp", "embedding")]
     assert list(listed("gqa")) == [
-        *("rope_theta-10000", "rope_theta-500000", "rope_theta-1000000", "rms_norm_eps-1e-6", "rms_norm_eps-1e-8", "interleaved"),
+        *(
+            "rope_theta-10000",
+            "rope_theta-500000",
+            "rope_theta-1000000",
+            "rms_norm_eps-1e-6",
+            "rms_norm_eps-1e-8",
+            "interleaved",
+            "paired-rows",
+        ),
         *rounded,
     ]
     assert list(listed("llama3", rms_norm_eps=1e-8, tie_word_embeddings=False))[:-8] == [
-        *("rope_theta-10000", "rope_theta-1000000", "rms_norm_eps-1e-6", "rms_norm_eps-1e-5", "interleaved"),
+        *("rope_theta-10000", "rope_theta-1000000", "rms_norm_eps-1e-6", "rms_norm_eps-1e-5", "interleaved", "paired-rows"),
         *("scaling-lost", "rope-lost", "head-tied"),
     ]
-    assert list(listed(dtype="bfloat16", stored=frozenset({"F16"})))[6:] == []
-    assert list(listed(dtype="float16", stored=frozenset({"F16", "BF16"})))[6:] == rounded[4:]
+    assert list(listed(dtype="bfloat16", stored=frozenset({"F16"})))[7:] == []
+    assert list(listed(dtype="float16", stored=frozenset({"F16", "BF16"})))[7:] == rounded[4:]
 
 
 def test_suspects_are_named_in_words():
@@ -67,6 +75,7 @@ def test_suspects_are_named_in_words():
         "rms_norm_eps-1e-6": "rms_norm_eps 1e-6 instead of 1e-5",
         "rms_norm_eps-1e-8": "rms_norm_eps 1e-8 instead of 1e-5",
         "interleaved": "interleaved RoPE: pairs (2i, 2i + 1) turned instead of split halves",
+        "paired-rows": "q and k rows of each head in the order 0, head_dim / 2, 1, ... of Meta's and GGUF files, not undone",
         "scaling-lost": "RoPE scaling lost: the type is default",
         "rope-lost": "RoPE lost whole: type default, and rope_theta 10000 instead of 500000",
         "head-tied": "lm_head tied to the embedding, its own weights lost",
@@ -129,6 +138,23 @@ def test_interleaved_rope_is_split_halves_on_reordered_rows(made, tmp_path):
             weights[name] = tensor.view(-1, D, tensor.shape[1])[:, order].reshape(tensor.shape)
     expected = truth_of(tmp_path, config, weights)
     assert np.abs(logits_of(out, "interleaved") - expected).max() < 1e-12 * np.abs(expected).max()
+
+
+def test_rows_in_pairs_order_are_a_suspect_with_their_biases_too(made, tmp_path):
+    _, _, out = made
+    config = models.config_of("llama3", tie_word_embeddings=False)
+    weights = models.tensors_of(config)
+    D = config["hidden_size"] // config["num_attention_heads"]
+    order = torch.arange(D).view(2, D // 2).T.flatten()
+    assert order.tolist()[:4] == [0, D // 2, 1, D // 2 + 1]
+    for name, tensor in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] = tensor.view(-1, D, tensor.shape[1])[:, order].reshape(tensor.shape)
+    expected = truth_of(tmp_path, config, weights)
+    assert np.abs(logits_of(out, "paired-rows") - expected).max() < 1e-12 * np.abs(expected).max()
+    change, bias = listed("gqa")["paired-rows"].change, torch.arange(20.0)
+    assert change("model.layers.0.self_attn.k_proj.bias", bias).tolist()[:3] == [0.0, 5.0, 1.0]
+    assert change("model.layers.0.self_attn.v_proj.bias", bias).tolist() == bias.tolist()
 
 
 def test_the_list_says_of_which_inputs_it_is(made):
