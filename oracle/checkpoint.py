@@ -114,7 +114,8 @@ def resolve(
 def _without(found: Checkpoint, names: list[str]) -> Checkpoint:
     for name in names:
         if found.packed and name in packing.KEYS:
-            raise Refusal(f"{found.folder / 'config.json'}: --ignore-key {name} would change the weights, expected another key; leave it out")
+            where = f"{found.folder / 'config.json'}: --ignore-key {name}"
+            raise Refusal(f"{where} would change the weights, expected a key that does not; leave the option out")
         if name not in found.config:
             raise Refusal(f"{found.folder / 'config.json'}: no key {name!r}, expected one as --ignore-key says; leave it out")
     config = {key: value for key, value in found.config.items() if key not in names}

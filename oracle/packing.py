@@ -23,7 +23,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 _OPTIONS = ("group_size", "bits", "mode")
 _FLOATS = ("F32", "F16", "BF16")
-_REMEDY = "quantise the model again with mlx-lm, or give its unquantised checkpoint or its GGUF"
+_REMEDY = "give the model's unquantised checkpoint or its GGUF, or quantise it again with mlx-lm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,9 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
     if absent and inside:
         notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
     if case.packed and any(g.scope == "algebra" and g.ran for g in gates):
-        notes.append(f"algebra ran on the unpacked weights ({case.packed}) and does not cover quantized_matmul, which the other gates judge")
+        notes.append(
+            f"algebra ran on the unpacked weights ({case.packed}); it does not cover quantized_matmul, which the other gates judge"
+        )
     fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
     if fed > PREFIXES_MOST and "prefixes" not in case.manifest.plans:
         notes.append(f"prefixes was not run: it would feed {fed:,} tokens, the limit is {PREFIXES_MOST:,}; full and step are judged")

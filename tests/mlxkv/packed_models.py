@@ -1,4 +1,4 @@
-"""Tiny Llamas quantised as mlx-lm writes them: every matrix by `mx.quantize`, and what it did in config.json, twice."""
+"""Tiny Llamas quantised as mlx-lm writes them: the matrices by `mx.quantize`, and what it did in config.json, twice."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-
-BITS = (2, 3, 4, 5, 6, 8)
+from mlx.utils import tree_map
 
 
 def quantised(
     source: Path, to: Path, *, bits: int = 4, group_size: int = 32, stored: mx.Dtype = mx.float32, named: Mapping[str, Any] | None = None
 ) -> Path:
-    """The model of a folder with its matrices packed; `stored` is the dtype of scales, biases and norms.
+    """The model of a folder with its matrices packed, but those whose rows are no whole groups; `stored` is every float's dtype.
 
     `named` are modules with bits and a group size of their own, or False for one that stays as it is.
     """
     usual, named = {"group_size": group_size, "bits": bits, "mode": "affine"}, dict(named or {})
     tensors: dict[str, mx.array] = {}
-    for name, array in mx.load(str(source / "model.safetensors")).items():  # type: ignore[union-attr]
+    plain: dict[str, mx.array] = mx.load(str(source / "model.safetensors"))  # type: ignore[assignment]
+    for name, array in tree_map(lambda a: a.astype(stored), plain).items():
         path = name.removesuffix(".weight")
         options = named.get(path, usual)
-        if array.ndim < 2 or options is False:
-            tensors[name] = array.astype(stored)
+        if array.ndim < 2 or options is False or array.shape[1] % options["group_size"]:
+            tensors[name] = array
         else:
-            how = {key: options[key] for key in ("group_size", "bits")}
-            parts = mx.quantize(array.astype(stored), **how)
+            parts = mx.quantize(array, group_size=options["group_size"], bits=options["bits"])
             tensors |= dict(zip((f"{path}.{part}" for part in ("weight", "scales", "biases")), parts, strict=True))
     to.mkdir(parents=True)
     mx.save_safetensors(str(to / "model.safetensors"), tensors, metadata={"format": "mlx"})
