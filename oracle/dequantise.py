@@ -20,10 +20,10 @@ def numbers(words: Array, *, bits: int) -> npt.NDArray[np.uint16]:
     octets = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     starts = np.arange(words.shape[1] * 32 // bits) * bits
     first = starts // 8
-    # A number reaches into one more byte at most; the last of a row ends with it, and what is read instead is masked away.
+    # A number reaches into one more byte at most; where a row's last byte ends it, what is read instead is masked away.
     after = np.minimum(first + 1, octets.shape[1] - 1)
     window = octets[:, first] | octets[:, after].astype(np.uint16) << 8
-    unpacked: npt.NDArray[np.uint16] = (window >> (starts % 8).astype(np.uint16)) & np.uint16((1 << bits) - 1)
+    unpacked: npt.NDArray[np.uint16] = (window >> (starts % 8) & ((1 << bits) - 1)).astype(np.uint16)
     return unpacked
 
 
