@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from mlxkv import runtime, session
 from mlxkv.engines import job, oracle
 from mlxkv.judge import power
-from mlxkv.judge.trial import RIGHT, Trial, unseen
+from mlxkv.judge.trial import PLAIN, RIGHTS, Trial, unseen
 from mlxkv.judge.verdict import current_limits
 from mlxkv.progress import say
 from mlxkv.tiny import LAYOUTS, Tiny
@@ -71,7 +72,7 @@ def write_power(path: Path, result: Result) -> None:
     models = {
         name: {
             "fingerprint": result.models[name]["fingerprint"],
-            "faults": sum(trial.fault != RIGHT for trial in trials),
+            "faults": sum(trial.fault not in RIGHTS for trial in trials),
             "unseen": [fault for fault, where in passed.items() if name in where],
         }
         for name, trials in result.trials.items()
@@ -156,10 +157,18 @@ def question(
 def _trials(checkpoint: Checkpoint, answer: oracle.Answer, room: Path, faults: Sequence[str]) -> tuple[tuple[Trial, ...], dict[str, Any]]:
     plans = tuple(oracle.judged(answer.manifest, answer.folder).values())
     dtype = answer.manifest.dtype
-    one = job.Job(str(checkpoint.folder), plans, room, dtype, dtype, "cpu", ignore_keys=checkpoint.without)
-    job.start([ENGINE, str(one.save()), str(answer.folder), str(room / "result.json"), *faults])
-    value = json.loads((room / "result.json").read_text(encoding="utf-8"))
-    return tuple(Trial(**trial) for trial in value["trials"]), value["environment"]
+    one = job.Job(str(checkpoint.folder), plans, room, dtype, dtype, "cpu", ignore_keys=checkpoint.without).save()
+    value = _tried(one, answer.folder, faults)
+    # A Mac has one BLAS only.
+    plain = _tried(one, answer.folder, [PLAIN], environment={"MLXKV_BLAS": "none"}) if sys.platform == "linux" and not faults else None
+    trials = [Trial(**trial) for trial in [*value["trials"], *(plain["trials"] if plain else [])]]
+    return tuple(sorted(trials, key=lambda trial: trial.fault not in RIGHTS)), value["environment"]
+
+
+def _tried(asked: Path, folder: Path, names: Sequence[str], *, environment: Mapping[str, str] | None = None) -> Any:
+    result = asked.with_name("result.json")
+    job.start([ENGINE, str(asked), str(folder), str(result), *names], environment=environment)
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _plain(trial: Trial) -> dict[str, Any]:
@@ -172,7 +181,6 @@ def _plain(trial: Trial) -> dict[str, Any]:
 
 __all__ = [
     "FORMAT",
-    "RIGHT",
     "TINY",
     "Result",
     "current_limits",

@@ -108,7 +108,8 @@ class Finished:
 class Process:
     """`python -m ...` in a process of its own, whose stderr is ours, or kept and shown only if it fails."""
 
-    def __init__(self, arguments: list[str], *, stderr: Path | None = None) -> None:
+    def __init__(self, arguments: list[str], *, stderr: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = dict(environment or {})
         self.name = arguments[0]
         self.command = [sys.executable, "-m", *arguments]
         self.kept = stderr
@@ -145,7 +146,7 @@ class Process:
                         stdout=subprocess.DEVNULL,
                         stderr=errors,
                         process_group=0,
-                        env=os.environ | {PARENT: str(os.getpid())},
+                        env=os.environ | self.environment | {PARENT: str(os.getpid())},
                     )
             except BaseException:
                 self.__exit__()
@@ -174,9 +175,9 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(number)
 
 
-def start(arguments: list[str]) -> Finished:
+def start(arguments: list[str], *, environment: Mapping[str, str] | None = None) -> Finished:
     """Runs `python -m ...` to its end."""
-    with Process(arguments) as process:
+    with Process(arguments, environment=environment) as process:
         return process.wait()
 
 

@@ -1,6 +1,7 @@
 """The port on trial: right runs and seeded faults, judged and located in memory. A process of its own.
 
-`python -m mlxkv.engines.selftest JOB.json ORACLE RESULT.json [FAULT ...]`: one model, one oracle folder with all taps.
+`python -m mlxkv.engines.selftest JOB.json ORACLE RESULT.json [NAME ...]`: one model, one oracle folder with all taps. The names
+are those of faults, beside which the right runs are always tried, or that of one right run alone.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mlxkv.engines.job import Job
 from mlxkv.judge import locate
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
-from mlxkv.judge.trial import Trial, accused, missed
+from mlxkv.judge.trial import BRANCH, RIGHT, RIGHTS, Trial, accused, missed
 from mlxkv.judge.verdict import judge
 from mlxkv.progress import bar
-from oracle.plan import Plan, Refusal
+from oracle.plan import Call, Clone, New, Plan, Refusal, Step
 from oracle.trace import Meta, Trace, write_text
 
 if TYPE_CHECKING:
@@ -63,15 +67,29 @@ class Bench:
 
     def judged(self) -> tuple[Verdict, dict[str, Trace]]:
         """The port as it is, on every judged plan in both lanes; and lane B's traces."""
-        arithmetic = {name: self._run(name, self.loaded.dtype) for name in self.plans}
-        algebra = {name: self._run(name, "float64") for name in self.plans}
-        return judge(self.case, arithmetic, algebra=algebra), arithmetic
+        lanes = [{name: self._run(name, dtype) for name in self.plans} for dtype in (self.loaded.dtype, "float64")]
+        return judge(self.case, lanes[0], algebra=lanes[1]), lanes[0]
 
-    def right(self) -> Trial:
+    def right(self, name: str) -> Trial:
         """What becomes of a correct run."""
-        verdict, arithmetic = self.judged()
-        found = locate.locate(self.case, verdict, arithmetic=arithmetic)
-        return accused(verdict, found)
+        if name == RIGHT:
+            verdict, arithmetic = self.judged()
+        else:
+            run = self._branch if name == BRANCH else partial(self._run, "step")
+            # Growing prefixes would take minutes on a slow BLAS, and none is a branch.
+            lanes = [{"full": self._run("full", dtype), "step": run(dtype)} for dtype in (self.loaded.dtype, "float64")]
+            verdict, arithmetic = judge(self.case, lanes[0], algebra=lanes[1]), lanes[0]
+        return accused(name, verdict, locate.locate(self.case, verdict, arithmetic=arithmetic))
+
+    def _branch(self, dtype: str) -> Trace:
+        """The step plan on a clone of its prompt's cache, whose parent is fed other tokens between the clone's calls."""
+        step, vocab = self.plans["step"], self.loaded.models[dtype].config.vocab_size
+        made = self.loaded.run(branched(step, vocab), dtype)
+        kept = [i for i, one in enumerate(made.meta.plan.steps) if i < 2 or getattr(one, "cache", "") == "a"]
+        rows = np.isin(made.arrays["steps"], kept)
+        arrays = {name: made.arrays[name][rows] for name in ("logits", "positions")}
+        arrays |= {name: array for name, array in made.arrays.items() if name.startswith("kv/a/")}
+        return Trace(replace(made.meta, plan=step, outcomes=[made.meta.outcomes[i] for i in kept]), arrays)
 
     def wrong(self, fault: Fault, place: Place) -> Trial:
         """The port with a fault in it: what the judge says of it, and where it is found."""
@@ -99,6 +117,15 @@ class Bench:
         made, _ = taps.run(model, plan, meta)
         alone, _ = taps.run(model, plan, meta, truth=self.case.truth)
         return made, alone
+
+
+def branched(step: Plan, vocab: int) -> Plan:
+    """`step` on cache "a", which is cloned from the prompt's own; that one goes on with other tokens meanwhile."""
+    calls = [one for one in step.steps if isinstance(one, Call)]
+    steps: list[Step] = [New("parent"), replace(calls[0], cache="parent"), Clone("parent", "a")]
+    for one in calls[1:]:
+        steps += [one, Call("parent", tuple((token + 1) % vocab for token in one.tokens), one.index_pos)]
+    return Plan("branch", tuple(steps))
 
 
 def load(job: Job) -> Loaded:
@@ -133,14 +160,18 @@ def follow(job: Job, folder: Path, chosen: list[str]) -> dict[str, Any]:
     config, plans = loaded.models[job.dtype].config, {plan.name: plan for plan in job.plans}
     cut = next(len(step.tokens) for step in plans[TAPPED].steps if hasattr(step, "tokens"))
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
-    unknown = sorted(set(chosen) - {fault.name for fault in FAULTS})
+    unknown = sorted(set(chosen) - {fault.name for fault in FAULTS} - set(RIGHTS))
     if unknown:
         raise Refusal(f"--fault {unknown[0]!r}: expected one of {', '.join(fault.name for fault in FAULTS)}")
     faults = [fault for fault in FAULTS if applies(fault, config, job.dtype) and (not chosen or fault.name in chosen)]
+    rights = [name for name in RIGHTS if name in chosen] or [RIGHT, BRANCH]
     bench, trials = Bench(case, plans, loaded), []
-    with bar(f"selftest: {case.manifest.name}", len(faults) + 1) as advance:
-        for one in (None, *faults):
-            trials.append(bench.right() if one is None else bench.wrong(one, place))
+    with bar(f"selftest: {case.manifest.name}", len(rights) + len(faults)) as advance:
+        for name in rights:
+            trials.append(bench.right(name))
+            advance(1)
+        for fault in faults:
+            trials.append(bench.wrong(fault, place))
             advance(1)
     return {"trials": [asdict(trial) for trial in trials], "environment": loaded.meta.environment}
 

@@ -241,7 +241,7 @@ def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
 def _in_arithmetic(base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
     """Without a fault in lane A: the layer from the step plan's cache, and patterns over positions."""
     ratios = _cache_ratios(case, runs.get("step"))
-    said = [text for text in (_by_calls(case, verdict), _by_position(verdict)) if text]
+    said = [text for text in (_by_calls(case, verdict, ratios), _by_position(verdict)) if text]
     if ratios is None:
         why = "no keys and values of plan step to read the layer from"
         return replace(base, hint="; ".join([*said, f"the first wrong position points to {base.kind or 'no kind of fault'} ({why})"]))
@@ -281,14 +281,18 @@ def layer_of(ratios: Floats) -> tuple[int, str, int, int | None] | None:
     return layer, ("keys", "values")[kind], head, row
 
 
-def _by_calls(case: Case, verdict: Verdict) -> str | None:
-    """Calls of several tokens much noisier than single ones, at the same positions."""
-    curves = {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves}
-    at = range(case.manifest.prompt_tokens, case.length)
-    if not {"full", "step"} <= curves.keys() or not at:
-        return None
-    several, single = (float(np.median([curves[plan][p] for p in at])) for plan in ("full", "step"))
-    if not several > UNEVEN * single:
+def _by_calls(case: Case, verdict: Verdict, ratios: Floats | None) -> str | None:
+    """Calls of several tokens much noisier than single ones, in the logits of the same positions, or in the first layer's rows.
+
+    Those depend on their own token alone; later layers are read through the prompt's noisy rows, which hides most of it.
+    """
+    prompt, curves = case.manifest.prompt_tokens, {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves}
+    at, pairs = range(prompt, case.length), list[Any]()
+    if at and {"full", "step"} <= curves.keys():
+        pairs.append([[curves[plan][p] for p in at] for plan in ("full", "step")])
+    if at and prompt > 1 and ratios is not None:
+        pairs.append(np.split(ratios[:, 0], [prompt], axis=-1))
+    if not any(np.median(several) > UNEVEN * np.median(single) for several, single in pairs):
         return None
     return "calls of several tokens are noisier than single ones: matrix products in reduced precision (TF32, MLX_ENABLE_TF32=0)"
 

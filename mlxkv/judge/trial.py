@@ -9,6 +9,10 @@ from mlxkv.judge.locate import Located
 from mlxkv.judge.result import Gate, Verdict
 
 RIGHT = "(correct)"
+BRANCH = "(correct, on a branch)"
+PLAIN = "(correct, without a faster BLAS)"
+RIGHTS = (RIGHT, BRANCH, PLAIN)
+"""The names of runs without a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,11 @@ class Trial:
     seen_in_lane_b: bool
 
 
-def accused(verdict: Verdict, found: Located) -> Trial:
+def accused(name: str, verdict: Verdict, found: Located) -> Trial:
     """Of a correct run: anything but "agree", and any place, is an accusation."""
     why = [] if verdict.outcome == "agree" else [f"{verdict.outcome}: {'; '.join(verdict.reasons) or _worst(verdict)}"]
     why += [] if found.outcome == "nothing" or verdict.outcome != "agree" else [f"located at {found.layer} {found.tap}"]
-    return _trial(RIGHT, verdict, found, why)
+    return _trial(name, verdict, found, why)
 
 
 def missed(fault: str, verdict: Verdict, found: Located, expected: tuple[int, int | None, tuple[str, ...]]) -> Trial:
@@ -59,7 +63,7 @@ def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for model, some in trials.items():
         for trial in some:
-            if trial.fault != RIGHT and not trial.seen_in_lane_b:
+            if trial.fault not in RIGHTS and not trial.seen_in_lane_b:
                 found.setdefault(trial.fault, []).append(model)
     return found
 

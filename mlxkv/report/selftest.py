@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxkv.judge.trial import RIGHT, Trial, unseen
+from mlxkv.judge.trial import RIGHTS, Trial, unseen
 from mlxkv.report.text import code, columns, environment_table, markdown_table
 
 Trials = Mapping[str, Sequence[Trial]]
@@ -23,8 +23,8 @@ def console(trials: Trials, *, dtype: str, report: str) -> str:
 
 def sentence(trials: Trials) -> str:
     """The result in one line."""
-    faults = [t for found in trials.values() for t in found if t.fault != RIGHT]
-    right = [t for found in trials.values() for t in found if t.fault == RIGHT]
+    faults = [t for found in trials.values() for t in found if t.fault not in RIGHTS]
+    right = [t for found in trials.values() for t in found if t.fault in RIGHTS]
     missed, accused = sum(not t.passed for t in faults), sum(not t.passed for t in right)
     return f"{len(faults) - missed} of {len(faults)} faults found in their place, {accused} of {len(right)} correct runs accused"
 
@@ -71,7 +71,7 @@ def _spread(trials: Trials, models: Sequence[str]) -> list[str]:
     for name in names:
         found = [t for model in models for t in trials[model] if t.fault == name]
         sigmas = [t.sigma for t in found if t.sigma is not None]
-        seen = f"{sum(t.seen_in_lane_b for t in found)}/{len(found)}" if name != RIGHT else "-"
+        seen = f"{sum(t.seen_in_lane_b for t in found)}/{len(found)}" if name not in RIGHTS else "-"
         low, high = (f"{f(sigmas):.3g}" if sigmas else "-" for f in (min, max))
         rows.append((name, low, high, seen, f"{sum(t.passed for t in found)}/{len(found)}"))
     head = ("run", "least sigma", "most sigma", "seen in lane B", "passed")

@@ -24,7 +24,7 @@ def look(runs: Mapping[str, Trace], **more: Any) -> Located:
     return locate.locate(CASE, judge(CASE, runs), arithmetic=runs, **more)
 
 
-def noisier(trace: Trace, name: str, size: float, at: slice = slice(None)) -> Trace:
+def noisier(trace: Trace, name: str, size: float, at: Any = np.s_[:]) -> Trace:
     rng = np.random.default_rng(5)
 
     def change(a: Array) -> Array:
@@ -86,6 +86,20 @@ def test_calls_of_several_tokens_that_are_noisier_are_named() -> None:
     found = look(RUNS | {"full": noisier(RUNS["full"], "logits", 1e-2)})
     assert found.hint is not None
     assert found.hint.startswith("calls of several tokens are noisier than single ones")
+
+
+def test_prompt_rows_that_are_noisier_than_single_ones_are_named() -> None:
+    step = RUNS["step"]
+    for kind in ("keys", "values"):
+        step = noisier(step, f"kv/a/000/{kind}", 1e-3, at=np.s_[:, : CASE.manifest.prompt_tokens])
+    found = look(RUNS | {"step": step})
+    assert found.hint is not None
+    assert found.hint.startswith("calls of several tokens are noisier than single ones")
+    for kind in ("keys", "values"):
+        step = noisier(step, f"kv/a/000/{kind}", 1e-3, at=np.s_[:, CASE.manifest.prompt_tokens :])
+    hint = look(RUNS | {"step": step}).hint
+    assert hint is not None
+    assert "noisier" not in hint
 
 
 def test_an_error_that_grows_with_the_position_is_named() -> None:
