@@ -19,7 +19,7 @@ from mlxkv.port.config import LlamaConfig
 from mlxkv.progress import say
 from oracle import process, trace
 from oracle import tokens as tokenizers
-from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
+from oracle.checkpoint import Checkpoint, cache_dir, is_neighbour, require_llama, resolve
 from oracle.plan import Plan, Refusal
 
 PORT, MLX_LM, CUSTOM = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.custom"
@@ -83,6 +83,8 @@ def run_all(requests: Sequence[Request], *, meanwhile: Callable[[], object] = la
     runtime.require_device(first.device)
     follow = _follower(first.engine)
     answers = [_given(first)] if first.oracle else _asked(requests)
+    if first.engine == "port":
+        require_llama(answers[0][0])
     checkpoint, cases = answers[0][0], [_case(checkpoint, folder) for checkpoint, folder, _ in answers]
     if not first.oracle:
         cases = [_renamed(case, checkpoint) for case in cases]
@@ -125,6 +127,8 @@ def _renamed(case: Case, checkpoint: Checkpoint) -> Case:
 def suspects(runs: Runs) -> Path | str:
     """The folder of the usual suspects, kept or made, or why there is none: the verdict stands without them."""
     unsought, manifest = "the cause was not looked for", runs.case.manifest
+    if not manifest.has_truth:
+        return f"{unsought}: the usual suspects are mistakes in a Llama, tried on its truth"
     kept = oracle.suspects_folder(manifest)
     try:
         read_suspects(kept, manifest.fingerprint)
@@ -212,9 +216,11 @@ _Answered = tuple[Checkpoint, Path, job.Finished | None]
 def _asked(requests: Sequence[Request]) -> list[_Answered]:
     """The oracle's answer to each; what can be refused of any is refused before the first is asked."""
     checkpoint = resolve(requests[0].model, revision=requests[0].revision, ignore_keys=requests[0].ignore_keys)
-    require_llama(checkpoint)
-    config = LlamaConfig.of(checkpoint)  # what the port refuses must not cost a run of the oracle first
-    questions = [_named_question(request, checkpoint, beyond=config.rope.beyond) for request in requests]
+    beyond = ""
+    if requests[0].engine == "port" or not is_neighbour(checkpoint):
+        require_llama(checkpoint)
+        beyond = LlamaConfig.of(checkpoint).rope.beyond  # what the port refuses must not cost a run of the oracle first
+    questions = [_named_question(request, checkpoint, beyond=beyond) for request in requests]
     answers: list[_Answered] = []
     for request, question in zip(requests, questions, strict=True):
         whose = f"{request.name}, " if request.name else ""

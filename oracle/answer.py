@@ -1,7 +1,8 @@
 """A question's answer, computed and written into a folder: the transformers pool, the truth, its proofs, the measures.
 
-One set of weights is in memory at a time: transformers' in the run's dtype, the same widened to float64, then the truth's,
-a layer at a time. Nothing that is not finite is written as good.
+For a neighbour of Llama there is no truth: the pool's mean stands in its place. One set of weights is in memory at a time:
+transformers' in the run's dtype, the same widened to float64, then the truth's, a layer at a time. Nothing that is not
+finite is written as good.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from oracle import floors, packing, reference, trace, truth
+from oracle import floors, mean, packing, reference, trace, truth
 from oracle.config import Config
+from oracle.neighbour import Neighbour
 from oracle.plan import Call, Greedy, New, Plan, Refusal
 from oracle.question import Progress, Question
-from oracle.scaling import LongRope
 from oracle.trace import Array, Manifest, Trace
 
 # A proof of the truth, and what chose its limit. Right, the first reads 1e-14; any wrong mask, position or cache row makes it
@@ -30,11 +31,17 @@ PROOF_POSITIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What transformers computed: the greedy tokens, the judged plans, and logits of its float64 form."""
+    """What transformers computed: the greedy tokens, the judged plans, its members' files, and logits of its float64 form.
+
+    `left_out` says by kind of attention how far it is from the class's own in float64, where that is too far.
+    """
 
     generated: list[int]
     plans: dict[str, Plan]
+    kinds: tuple[str, ...]
+    files: dict[str, str]
     double: Array
+    left_out: dict[str, float]
 
 
 def write(question: Question, folder: Path, *, keep_pool: bool = False, progress: Progress | None = None) -> Manifest:
@@ -44,34 +51,46 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
     pool = _pool(question, folder, tell)
     for name, plan in pool.plans.items():
         trace.write_text(folder / "plans" / f"{name}.json", json.dumps(plan.to_json(), sort_keys=True) + "\n")
-    environment = reference.environment() | {"dtype": question.dtype, "attention": "sdpa"}
+    environment = reference.environment() | {"dtype": question.dtype, "attention": pool.kinds[-1]}
+    members = {name: trace.read(folder / file) for name, file in pool.files.items()}
+    if isinstance(question.config, Neighbour):
+        true = mean.write(folder / trace.MEAN, pool.plans["full"], members, environment=environment)
+        proofs = mean.proofs(true, members, pool.double, dtype=question.dtype)
+    else:
+        true, proofs = _truth(question, question.config, folder, pool, environment, progress)
+    tell("measuring the pool", 0, 1)
+    distinct = floors.write(folder / "floors.safetensors", true, members, kinds=pool.kinds)
+    step, full = (members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
+    proofs["reference_step_full_max"] = max(float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full))
+    if not keep_pool:
+        for file in pool.files.values():
+            if file.startswith("pool-"):
+                (folder / file).unlink()
+    if question.checkpoint.without:
+        environment["ignored_keys"] = list(question.checkpoint.without)
+    if question.checkpoint.packed:
+        environment["packed"] = packing.words(question.checkpoint.packed)
+    environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
+    environment |= {"left_out": pool.left_out} if pool.left_out else {}
+    return _manifest(question, folder, pool, proofs, environment)
+
+
+def _truth(
+    question: Question, config: Config, folder: Path, pool: _Pool, environment: Mapping[str, Any], progress: Progress | None
+) -> tuple[Trace, dict[str, float]]:
+    """The truth's trace and its proofs."""
     most, apart = write_truth(
-        folder / "truth.safetensors",
+        folder / trace.TRUTH,
         truth.Weights(question.checkpoint, dtype=question.dtype),
-        question.config,
+        config,
         plan=pool.plans["full"],
         segments=question.segments(pool.plans),
         taps=question.taps,
         environment=environment,
         progress=progress,
     )
-    true = trace.read(folder / "truth.safetensors")
-    proofs = _proofs(true, pool.double, most, apart)
-    tell("measuring the pool", 0, 1)
-    members = {name: trace.read(folder / file) for name, file in _files(pool.plans).items()}
-    distinct = floors.write(folder / "floors.safetensors", true, members)
-    step, full = members["sdpa-step"].logits, members["sdpa-full"].logits
-    proofs["reference_step_full_max"] = max(float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full))
-    if not keep_pool:
-        for name in members:
-            if name.startswith("eager"):
-                (folder / _files(pool.plans)[name]).unlink()
-    if question.checkpoint.without:
-        environment["ignored_keys"] = list(question.checkpoint.without)
-    if question.checkpoint.packed:
-        environment["packed"] = packing.words(question.checkpoint.packed)
-    environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
-    return _manifest(question, folder, pool, proofs, environment)
+    true = trace.read(folder / trace.TRUTH)
+    return true, _proofs(true, pool.double, most, apart)
 
 
 def write_truth(
@@ -137,23 +156,42 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
     if question.steps:
         tell("greedy tokens", 0, 1)
         greedy = Plan("greedy", (New("a"), Greedy("a", question.tokens, 0, question.steps)), "last")
-        generated = _whole(model.run(greedy)).meta.outcomes[1].tokens or []
+        generated = _whole(model.run(greedy, attention=model.kinds[-1])).meta.outcomes[1].tokens or []
     plans = question.plans(generated)
-    files = _files(plans)
+    files = _files(plans, model.kinds)
     for i, (name, file) in enumerate(files.items()):
         tell(f"transformers pool ({dtype}): {name}", i, len(files))
         attention, plan = name.split("-")
         made = _whole(model.run(plans[plan], attention="eager" if attention == "eager" else "sdpa"))
         trace.write(folder / file, made.meta, made.arrays)
     tell("transformers in float64", 0, 1)
-    return _Pool(generated, plans, model.double(_proof_tokens(question, generated), rows=PROOF_POSITIONS))
+    tokens = _proof_tokens(question, generated)
+    if not isinstance(question.config, Neighbour):
+        return _Pool(generated, plans, model.kinds, files, model.double(tokens, rows=PROOF_POSITIONS), {})
+    doubles = {kind: _double(model, tokens, kind) for kind in model.kinds}
+    apart = {kind: value for kind, value in mean.faithful(doubles).items() if not value <= mean.KINDS_APART}
+    for name in [name for name in files if name.split("-")[0] in apart]:
+        (folder / files.pop(name)).unlink()
+    kinds = tuple(kind for kind in model.kinds if kind not in apart)
+    return _Pool(generated, plans, kinds, files, doubles[kinds[0]], apart)
+
+
+def _double(model: reference.Reference, tokens: list[int], kind: str) -> Array:
+    try:
+        return model.double(tokens, rows=PROOF_POSITIONS, attention="eager" if kind == "eager" else "sdpa")
+    except Exception as error:  # code that names a dtype of its own does not run in another
+        why = " ".join(str(error).split())[:200]
+        raise Refusal(
+            f"{model.checkpoint.folder}: transformers' own code of it does not run in float64 ({why}), expected that as the only "
+            "witness where no truth is written out; judge another model"
+        ) from error
 
 
 def _proof_tokens(question: Question, generated: list[int]) -> list[int]:
     """As many tokens as the proof looks at; with longrope enough for transformers to choose the factors of the whole sequence."""
-    tokens, scaling = question.sequence(generated), question.config.scaling
-    if isinstance(scaling, LongRope) and len(tokens) > scaling.original_max_position_embeddings:
-        return tokens[: max(PROOF_POSITIONS, scaling.original_max_position_embeddings + 1)]
+    tokens = question.sequence(generated)
+    if question.original is not None and len(tokens) > question.original:
+        return tokens[: max(PROOF_POSITIONS, question.original + 1)]
     return tokens[:PROOF_POSITIONS]
 
 
@@ -166,10 +204,10 @@ def _whole(made: Trace) -> Trace:
     return made
 
 
-def _files(plans: Mapping[str, Plan]) -> dict[str, str]:
-    """The pool's members and their files; those of sdpa are the references that stay."""
-    members = [name for name in floors.MEMBERS if name.split("-")[1] in plans]
-    return {name: f"{'pool-' + name if name.startswith('eager') else 'reference-' + name.split('-')[1]}.safetensors" for name in members}
+def _files(plans: Mapping[str, Plan], kinds: Sequence[str]) -> dict[str, str]:
+    """The pool's members and their files; those of the last kind are the references that stay."""
+    members = {name: name.split("-") for name in floors.members_of(plans, kinds)}
+    return {name: f"{'reference-' + plan if kind == kinds[-1] else 'pool-' + name}.safetensors" for name, (kind, plan) in members.items()}
 
 
 def _proofs(true: Trace, double: Array, most: float, apart: float) -> dict[str, float]:

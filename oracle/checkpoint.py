@@ -149,11 +149,18 @@ def _resolve(model: str | None, *, revision: str | None, progress: Progress | No
     raise Refusal(f"{source!r}: no such folder or file, expected one, or a Hub id (org/name); check the spelling")
 
 
+def is_neighbour(checkpoint: Checkpoint) -> bool:
+    """Whether the model says that it is of another architecture than the one that the truth and the port compute."""
+    found = checkpoint.config.get("model_type")
+    return isinstance(found, str) and found != "llama"
+
+
 def require_llama(checkpoint: Checkpoint) -> None:
-    """Refuses a model that is not a Llama: nothing here computes another."""
+    """Refuses a model that is not a Llama: neither the port nor the truth computes another."""
     found = checkpoint.config.get("model_type")
     if found != "llama":
-        raise Refusal(f"{checkpoint.folder / 'config.json'}: model_type is {found!r}, expected 'llama'; give a checkpoint of a Llama model")
+        remedy = "; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`" if is_neighbour(checkpoint) else "; give a Llama's checkpoint"
+        raise Refusal(f"{checkpoint.folder / 'config.json'}: model_type is {found!r}, expected 'llama'{remedy}")
 
 
 def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, revision: str | None = None) -> Checkpoint:

@@ -31,6 +31,8 @@ _FOLDER = click.Path(path_type=Path)
 def cli() -> None:
     """Compute what is true of a Llama on a prompt, and how far transformers is from it, on a CPU without MLX.
 
+    Of another architecture no truth is known: transformers' own runs and their mean.
+
     Exit codes: 0 done, 2 could not be done, 130 interrupted.
     """
 
@@ -100,7 +102,7 @@ def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any
 @click.argument("folder", type=_FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def check(folder: Path, as_json: bool) -> None:
-    """Verify a run folder: every file whole and unchanged, every number finite, both proofs of the truth within limits."""
+    """Verify a run folder: every file whole and unchanged, every number finite, both proofs within limits."""
     from oracle import folder as folders
 
     manifest = folders.check(folder)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oracle.checkpoint import Checkpoint
 
 # Of no effect on the logits of a trained Llama, by what they are for.
-_IGNORED = {
+IGNORED = {
     "training": "initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop gradient_checkpointing pretraining_tp",
     "special tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id",
     "text generation": """use_cache max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups temperature
@@ -29,7 +29,7 @@ _IGNORED = {
         chunk_size_feed_forward _attn_implementation_autoset unsloth_version unsloth_fixed""",
     "other models": "sliding_window",
 }
-_WITHOUT_EFFECT = {key for keys in _IGNORED.values() for key in keys.split()}
+_WITHOUT_EFFECT = {key for keys in IGNORED.values() for key in keys.split()}
 # These would change the model, so only the value that leaves it a Llama is accepted. Null always counts as absent.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),

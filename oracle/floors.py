@@ -1,5 +1,6 @@
 """How far each member of the transformers pool is from the truth: by position; keys and values by layer and head too.
 
+Where there is no truth, from the mean of the members; the judge knows that this is too near by sqrt(1 - 1/n).
 These are measures, not limits: the judge makes its floors from them, also with one member held out. For a run X and the
 truth T at one position, e = X - T over the vocabulary: `shift` is its mean, `rms` and `peak` are those of e - shift.
 numpy only, a block of positions at a time.
@@ -8,7 +9,7 @@ numpy only, a block of positions at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,24 @@ from oracle.trace import Array, Trace, Writer
 
 FORMAT = "mlxkv-floors/1"
 KINDS = ("eager", "sdpa")
-MEMBERS = ("eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked")
 _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
 
-def write(path: Path, truth: Trace, members: Mapping[str, Trace]) -> int:
-    """Measures the members, in the order of MEMBERS, into one file; returns how many of them differ bitwise."""
-    names = [name for name in MEMBERS if name in members]
+def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
+    """The pool of a model with these kinds of attention, for these plans; only the last kind also follows the chunked one."""
+    wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step", *(["chunked"] if kind == kinds[-1] else []))]
+    return [name for name in wanted if name.split("-")[1] in plans]
+
+
+def write(path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS) -> int:
+    """Measures the members, in the order of `members_of`, into one file; returns how many of them differ bitwise."""
+    names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
     n = len(truth.logits)
     layers = sum(1 for name in truth.arrays if name.endswith("/keys"))
-    keys, _ = _kv(truth, 0)
+    heads = _kv(truth, 0)[0].shape[0] if layers else 0
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (np.float64, (len(names), n)) for name in ("rms", "shift", "peak")}
-    shapes["cached"] = (np.float64, (len(KINDS), n))
-    shapes |= {name: (np.float64, (len(names), layers, keys.shape[0], n)) for name in ("keys", "values")}
+    shapes["cached"] = (np.float64, (len(kinds), n))
+    shapes |= {name: (np.float64, (len(names), layers, heads, n)) for name in ("keys", "values")}
     with Writer(path, shapes) as out:
         for m, name in enumerate(names):
             _logits(out.arrays, m, members[name], truth)
@@ -38,13 +44,21 @@ def write(path: Path, truth: Trace, members: Mapping[str, Trace]) -> int:
                 found, true = _kv(members[name], i), _kv(truth, i)
                 for kind, mine, ours in zip(("keys", "values"), found, true, strict=True):
                     out.arrays[kind][m, i] = _rms(mine - ours.astype(np.float64))
-        for k, kind in enumerate(KINDS):
+        for k, kind in enumerate(kinds):
             step, full = members[f"{kind}-step"].logits, members[f"{kind}-full"].logits
             for rows in blocks(full):
                 out.arrays["cached"][k, rows] = _rms(step[rows].astype(np.float64) - full[rows])
-        distinct = len({_digest(members[name].logits) for name in names})
-        out.finish({"format": FORMAT, "members": names, "kinds": list(KINDS), "distinct": distinct})
+        distinct = len(distinct_of({name: members[name] for name in names}))
+        out.finish({"format": FORMAT, "members": names, "kinds": list(kinds), "distinct": distinct})
     return distinct
+
+
+def distinct_of(members: Mapping[str, Trace]) -> dict[str, Trace]:
+    """Of members whose logits are bitwise equal the first."""
+    first: dict[str, str] = {}
+    for name, member in members.items():
+        first.setdefault(_digest(member.logits), name)
+    return {name: members[name] for name in first.values()}
 
 
 def blocks(logits: Array) -> list[slice]:

@@ -18,16 +18,16 @@ import numpy as np
 
 from oracle import floors
 from oracle import plan as plan_files
-from oracle.checkpoint import resolve
+from oracle.checkpoint import require_llama, resolve
 from oracle.plan import Call, Plan, Refusal, judged_plans
 from oracle.process import own_folder
 from oracle.question import Asked, Note, Progress, ask, check_threads
-from oracle.trace import Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
+from oracle.trace import MEAN, TRUTH, Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
 
-_OURS = ("manifest.json", "plans", "truth.safetensors", "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
+_OURS = ("manifest.json", "plans", TRUTH, MEAN, "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
 _PROOFS = {
-    "truth_agreement": "step, chunked and full agree to",
-    "transformers_double": "transformers' .double() is within",
+    TRUTH: {"truth_agreement": "step, chunked and full agree to", "transformers_double": "transformers' .double() is within"},
+    MEAN: {"members_apart": "no run of the pool is from its mean by more than", "mean_double": "transformers' .double() is within"},
 }
 
 
@@ -82,6 +82,7 @@ def follow(
     if twice:
         raise Refusal(f"plans: {min(twice)} is the name of more than one, expected one trace a name; rename one")
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
+    require_llama(checkpoint)
     if progress:
         progress("loading torch and transformers", 0, 1)
     from oracle import reference
@@ -103,18 +104,19 @@ def check(folder: Path | str) -> Manifest:
     manifest = read_manifest(folder)
     found = _check_plans(folder, manifest)
     wanted = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
-    for name in ("truth.safetensors", "floors.safetensors", *wanted):
+    for name in (manifest.measure, "floors.safetensors", *wanted):
         if name not in manifest.files:
             raise Refusal(f"{folder}: no {name} in manifest.json, expected one; copy or make the folder again")
     for name in sorted(manifest.files):
         if name.endswith(".safetensors") and name != "floors.safetensors":
-            plan = found["full" if name == "truth.safetensors" else name.removesuffix(".safetensors").split("-")[-1]]
+            plan = found["full" if name == manifest.measure else name.removesuffix(".safetensors").split("-")[-1]]
             _check_trace(folder / name, manifest, plan)
     _check_floors(folder / "floors.safetensors", manifest)
-    for name in _PROOFS:
+    for name in _PROOFS[manifest.measure]:
         value, limit = _proof(manifest, name)
         if not value <= limit:
-            raise Refusal(f"{folder}: {name} is {value:.3g}, expected at most {limit:g}; nothing can be judged by this truth")
+            what = "truth" if manifest.has_truth else "mean"
+            raise Refusal(f"{folder}: {name} is {value:.3g}, expected at most {limit:g}; nothing can be judged by this {what}")
     return manifest
 
 
@@ -132,6 +134,7 @@ def show(folder: Path | str) -> str:
         f"model        {m.name}{note}, {m.dtype}",
         f"source       {m.source}{' at ' + m.revision if m.revision else ''}",
         f"fingerprint  {m.fingerprint}",
+        *([] if m.has_truth else [f"measure      the mean of {_runs(m)}: there is no truth for this architecture"]),
         f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, and {len(m.tokens) - m.prompt_tokens} after them",
         f"made with    torch {m.environment.get('torch')}, transformers {m.environment.get('transformers')}, "
         f"{m.environment.get('threads')} threads, {m.environment.get('os')}",
@@ -148,12 +151,18 @@ def show(folder: Path | str) -> str:
 
 
 def proofs(manifest: Manifest) -> list[str]:
-    """The truth's two proofs, one line each."""
-    lines = []
-    for name, words in _PROOFS.items():
+    """The two proofs of the truth, or of the mean in its place, one line each."""
+    lines, most = [], "max |T|" if manifest.has_truth else "max |mean|"
+    for name, words in _PROOFS[manifest.measure].items():
         value, limit = _proof(manifest, name)
-        lines.append(f"{words} {value:.1e} of max |T| (limit {limit:.0e}): {'holds' if value <= limit else 'FAILS'}")
+        lines.append(f"{words} {value:.1e} of {most} (limit {limit:.0e}): {'holds' if value <= limit else 'FAILS'}")
     return lines
+
+
+def _runs(manifest: Manifest) -> str:
+    """Which runs of transformers the mean is of."""
+    pool, distinct = manifest.environment.get("pool"), manifest.environment.get("pool_distinct")
+    return f"transformers' {', '.join(map(str, pool)) if isinstance(pool, list) else 'runs'} ({distinct} of them bitwise distinct)"
 
 
 def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
@@ -178,7 +187,7 @@ def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
 
 def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
     trace = read(path)
-    strict = path.name == "truth.safetensors"
+    strict = path.name == manifest.measure
     expected = {
         "plan digest": (trace.meta.plan.digest, plan.digest),
         "fingerprint": (trace.meta.fingerprint, manifest.fingerprint),
@@ -196,10 +205,10 @@ def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
 
 def _check_floors(path: Path, manifest: Manifest) -> None:
     meta, arrays = read_arrays(path)
-    members, n = meta.get("members"), len(manifest.tokens)
-    if meta.get("format") != floors.FORMAT or not isinstance(members, list):
+    members, kinds, n = meta.get("members"), meta.get("kinds"), len(manifest.tokens)
+    if meta.get("format") != floors.FORMAT or not isinstance(members, list) or not isinstance(kinds, list):
         raise Refusal(f"{path}: format is {meta.get('format')!r}, expected {floors.FORMAT!r}; make the folder again")
-    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {"cached": len(floors.KINDS)}
+    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {"cached": len(kinds)}
     for name, rows in wanted.items():
         shape = arrays[name].shape if name in arrays else ()
         if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from oracle import tokens as tokenizers
-from oracle.checkpoint import Checkpoint, resolve
+from oracle.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.config import Config, check_weights, config_of
+from oracle.neighbour import Neighbour, neighbour_of
 from oracle.plan import Call, Plan, Refusal, judged_plans
 from oracle.scaling import Dynamic, LongRope
 from oracle.trace import inputs_digest
@@ -34,7 +35,7 @@ class Question:
     """
 
     checkpoint: Checkpoint
-    config: Config
+    config: Config | Neighbour
     prompt: str | None
     tokens: tuple[int, ...]
     prompt_tokens: int
@@ -61,19 +62,29 @@ class Question:
 
     def check(self) -> None:
         """Refuses what the model has no place for."""
-        most, unknown = self.config.max_positions, sorted(self.taps - set(self.config.taps(1)))
+        # "hidden" is everybody's default: of a neighbour nothing inside a layer is recorded.
+        known = ["hidden"] if isinstance(self.config, Neighbour) else list(self.config.taps(1))
+        most, unknown = self.config.max_positions, sorted(self.taps - set(known))
         if self.length > most:
             why = "max_position_embeddings"
-            if isinstance(self.config.scaling, Dynamic):
+            if isinstance(self.config, Config) and isinstance(self.config.scaling, Dynamic):
                 why += ", beyond which dynamic RoPE has other frequencies at every length, and cached keys differ from uncached ones"
             raise Refusal(
                 f"tokens: {len(self.tokens)} and {max(0, self.steps - 1)} more, expected at most {most} ({why}); take fewer steps"
             )
         if unknown:
-            raise Refusal(f"taps: {unknown[0]!r}, expected some of {', '.join(self.config.taps(1))}")
+            raise Refusal(f"taps: {unknown[0]!r}, expected some of {', '.join(known)}")
         plans = self.plans([0] * self.steps)  # refuses chunks that do not add up
-        if isinstance(self.config.scaling, LongRope):
-            self._check_sides(plans, self.config.scaling.original_max_position_embeddings)
+        if self.original is not None:
+            self._check_sides(plans, self.original)
+
+    @property
+    def original(self) -> int | None:
+        """The length beyond which longrope has other factors, None where the model has no longrope."""
+        if isinstance(self.config, Neighbour):
+            return self.config.original
+        scaling = self.config.scaling
+        return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
 
     def _check_sides(self, plans: Mapping[str, Plan], original: int) -> None:
         """transformers chooses longrope's factors at every call: a cache filled on both sides of the original length mixes them."""
@@ -117,7 +128,8 @@ class Question:
         return f"oracle: {self.length} tokens, about {_round(self._seconds())} s and {_round(self._bytes() / 1e6)} MB on disk"
 
     def _seconds(self) -> float:
-        size = sum(math.prod(shape) for shape in self.config.shapes().values())
+        shapes = self.config.shapes if isinstance(self.config, Neighbour) else self.config.shapes()
+        size = sum(math.prod(shape) for shape in shapes.values())
         n, singles = self.length, self.length - self.prompt_tokens + self.steps
         decode = (3 * singles * DTYPES[self.dtype] + 8 * singles) * size / _BYTES
         prefill = 2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS  # six whole calls, three ways in float64 at half the speed
@@ -125,6 +137,8 @@ class Question:
 
     def _bytes(self) -> float:
         c, n = self.config, self.length
+        if isinstance(c, Neighbour):
+            return (8 + 5 * 4) * n * (c.vocab_size + c.cache_width)
         kv = 2 * c.n_layers * c.n_kv_heads * c.head_dim * n
         tapped = sum(math.prod(shape) for name, shape in c.taps(n).items() if name in self.taps) * c.n_layers
         return 8 * (n * c.vocab_size + kv + tapped) + 5 * 4 * (n * c.vocab_size + kv)
@@ -151,8 +165,7 @@ def ask(model: str | None = None, *, progress: Progress | None = None, note: Not
     steps, chunks, threads = asked.get("steps", 20), asked.get("chunks"), asked.get("threads")
     _check_options(asked, steps)
     checkpoint = resolve(model, revision=asked.get("revision"), ignore_keys=asked.get("ignore_keys", ()), progress=progress)
-    config = config_of(checkpoint)
-    check_weights(config, checkpoint)
+    config = _config(checkpoint)
     tokenizer = tokenizers.load(checkpoint.folder)
     ids = list(tokens) if tokens is not None else _encode(checkpoint.folder, tokenizer, prompt or "", note)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
@@ -171,6 +184,14 @@ def ask(model: str | None = None, *, progress: Progress | None = None, note: Not
     )
     question.check()
     return question
+
+
+def _config(checkpoint: Checkpoint) -> Config | Neighbour:
+    if is_neighbour(checkpoint):
+        return neighbour_of(checkpoint)
+    config = config_of(checkpoint)
+    check_weights(config, checkpoint)
+    return config
 
 
 def _check_options(asked: Asked, steps: int) -> None:

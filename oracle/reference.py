@@ -1,4 +1,4 @@
-"""transformers' own Llama on the CPU follows a plan. The only file that touches transformers' API.
+"""transformers' own model on the CPU follows a plan. Beside `neighbour_model.py` the only file that touches transformers' API.
 
 The model is built from the checkpoint's config and tensors alone: no folder is searched, no code of a checkpoint is run,
 nothing is fetched. Supported from transformers 5.0 on, which calls the cache `past_key_values` and from 5.24 on `cache`.
@@ -24,7 +24,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
-from oracle.checkpoint import Checkpoint
+from oracle import neighbour_model
+from oracle.checkpoint import Checkpoint, is_neighbour
 from oracle.config import check_weights, config_of, effective
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, Step
 from oracle.trace import Array, Meta, Outcome, Trace
@@ -64,28 +65,26 @@ def environment() -> dict[str, Any]:
 
 
 class Reference:
-    """A LlamaForCausalLM with one checkpoint's weights in one dtype."""
+    """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, with its weights in one dtype.
+
+    `kinds` are the kinds of attention that it has; the last is the one whose runs stay as references.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
-        check_weights(config_of(checkpoint), checkpoint)
         self.checkpoint, self.dtype = checkpoint, dtype
+        neighbour = is_neighbour(checkpoint)
+        if not neighbour:
+            check_weights(config_of(checkpoint), checkpoint)
         try:
-            config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
-            model = LlamaForCausalLM.from_pretrained(
-                None,
-                config=config,
-                state_dict=_tensors(checkpoint, dtype),
-                dtype=DTYPES[dtype],
-                attn_implementation="sdpa",
-                local_files_only=True,
-            )
+            build = neighbour_model.build if neighbour else _llama
+            model = build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
         except Refusal:
             raise
         except Exception as error:  # its validators raise whatever they like
             name = f"transformers {transformers.__version__}"
             raise Refusal(f"{checkpoint.folder}: {name} refuses this model ({_one_line(error)})") from error
         self._model: Any = model.eval()
-        self._require_all_loaded()
+        self.kinds: tuple[Attention, ...] = neighbour_model.kinds(model) if neighbour else ("eager", "sdpa")
 
     @torch.inference_mode()
     def run(self, plan: Plan, *, attention: Attention = "sdpa") -> Trace:
@@ -96,6 +95,7 @@ class Reference:
         self._model.set_attn_implementation(attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
         outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        arrays, lacks = run.arrays()
         meta = Meta(
             plan=plan,
             engine="transformers",
@@ -105,18 +105,19 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | {"attention": attention},
+            environment=environment() | {"attention": attention} | ({"cache": lacks} if lacks else {}),
         )
-        return Trace(meta, run.arrays())
+        return Trace(meta, arrays)
 
     @torch.inference_mode()
-    def double(self, tokens: list[int], *, rows: int | None = None) -> Array:
+    def double(self, tokens: list[int], *, rows: int | None = None, attention: Attention = "sdpa") -> Array:
         """(n, V) logits of one uncached call after the weights, already rounded to the dtype, were widened to float64.
 
         Packed weights are unpacked once more, without rounding, since the truth's are exact. `rows` keeps the first ones only.
+        Eager attention leaves softmax in float32.
         The model stays so: nothing else can be run on it afterwards.
         """
-        self._model.set_attn_implementation("sdpa")  # eager would leave softmax in float32
+        self._model.set_attn_implementation(attention)
         self._model.double()
         exact = Weights(self.checkpoint, dtype=self.dtype)
         for name, parameter in self._model.named_parameters():
@@ -126,12 +127,17 @@ class Reference:
         logits: Array = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept).logits[0].numpy()
         return logits
 
-    def _require_all_loaded(self) -> None:
-        """A parameter that the checkpoint lacks would be random, one that the model lacks would be dropped."""
-        expected = set(config_of(self.checkpoint).shapes())
-        odd = expected ^ {name for name, _ in self._model.named_parameters()}
-        if odd:
-            raise Refusal(f"{self.checkpoint.folder}: transformers {transformers.__version__} and the checkpoint disagree on {min(odd)}")
+
+def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """A parameter that the checkpoint lacks would be random, one that the model lacks would be dropped: both are refused."""
+    config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
+    model = LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    odd = set(config_of(checkpoint).shapes()) ^ {name for name, _ in model.named_parameters()}
+    if odd:
+        raise Refusal(f"{checkpoint.folder}: transformers {transformers.__version__} and the checkpoint disagree on {min(odd)}")
+    return model
 
 
 class _Run:
@@ -164,16 +170,20 @@ class _Run:
             return Outcome(chosen or None, _one_line(error) or type(error).__name__)
         return Outcome(chosen or None)
 
-    def arrays(self) -> dict[str, Array]:
-        """The trace's arrays."""
+    def arrays(self) -> tuple[dict[str, Array], str]:
+        """The trace's arrays, and why a cache's keys and values are not among them ("" where they are)."""
         positions, steps = zip(*self._places, strict=True) if self._places else ((), ())
         arrays: dict[str, Array] = {"logits": self._logits[: len(self._places)]}
         arrays |= {"positions": np.array(positions, np.int32), "steps": np.array(steps, np.int32)}
+        lacks = ""
         for name, cache in self._caches.items():
-            for i, layer in enumerate(cache.layers if cache is not None and _length(cache) else []):
+            layers = cache.layers if cache is not None and _length(cache) else []
+            odd = _partial(layers, _length(cache))
+            lacks = lacks or odd
+            for i, layer in enumerate([] if odd else layers):
                 arrays[f"kv/{name}/{i:03d}/keys"] = layer.keys[0].float().numpy()
                 arrays[f"kv/{name}/{i:03d}/values"] = layer.values[0].float().numpy()
-        return arrays
+        return arrays, lacks
 
     def _call(self, i: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
         """Keeps the rows of one forward call; returns the last."""
@@ -226,6 +236,22 @@ class _Run:
 
 def _length(cache: DynamicCache | None) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _partial(layers: list[Any], length: int) -> str:
+    """Why the layers do not hold keys and values of one shape for every token, or ""; a Llama's always do."""
+    first: tuple[int, ...] | None = None
+    for i, layer in enumerate(layers):
+        for kind in ("keys", "values"):
+            array = getattr(layer, kind, None)
+            if not isinstance(array, Tensor) or array.ndim != 4:
+                return f"layer {i} of transformers' cache has no {kind}"
+            if array.shape[2] != length:
+                return f"layer {i} of transformers' cache keeps {array.shape[2]} of {length} tokens"
+            first = first or tuple(array.shape)
+            if tuple(array.shape) != first:
+                return f"{kind} of layer {i} have shape {list(array.shape[1:])}, expected {list(first[1:])} as its neighbours'"
+    return ""
 
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:

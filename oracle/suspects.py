@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oracle import trace, truth
-from oracle.checkpoint import Checkpoint, resolve
+from oracle.checkpoint import Checkpoint, require_llama, resolve
 from oracle.config import Config, check_weights, config_of
 from oracle.plan import Call, New, Plan, Refusal
 from oracle.trace import Manifest
@@ -103,6 +103,7 @@ def _config(checkpoint: Checkpoint, manifest: Manifest) -> Config:
             raise Refusal(
                 f"{checkpoint.folder}: {what} {found[:16]}, expected {expected[:16]} as in the run folder; name the model it was made with"
             )
+    require_llama(checkpoint)
     config = config_of(checkpoint)
     check_weights(config, checkpoint)
     return config

@@ -30,6 +30,8 @@ from oracle import files
 from oracle.plan import Greedy, Plan, Refusal, from_json
 
 FORMAT = "mlxkv-trace/1"
+TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
+"""What a run folder measures by: the strict float64 truth, or where none is written out the mean of transformers' runs."""
 TAPS: tuple[str, ...] = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "scores", "attention", "o_proj")
 TAPS += ("post_norm", "gate", "up", "activation", "down", "hidden")
 """The places inside a layer that can be recorded, in the order of computation; `oracle.config` gives their shapes."""
@@ -354,6 +356,16 @@ class Manifest:
     proofs: dict[str, float]
     environment: dict[str, Any]
     inputs: str
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether the folder measures by the truth; else by the mean of transformers' own runs."""
+        return MEAN not in self.files
+
+    @property
+    def measure(self) -> str:
+        """The file that the folder measures by."""
+        return TRUTH if self.has_truth else MEAN
 
 
 _MANIFEST_FORMAT = "mlxkv-oracle/1"

@@ -55,7 +55,8 @@ class Fault:
     """`first` is the first position that must be named wrong; `layer` and `taps` where locate must point.
 
     `in_logits` is where logits first change, if that is later: a cache's row is wrong before anybody reads it.
-    `none_in` are the dtypes in which it is no fault: a right port in that dtype computes the same.
+    `none_in` are the dtypes in which it is no fault: a right port in that dtype computes the same. `sink` says that position 0
+    may not show it: trained models put values of thousands there, beside which no eps is seen.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Fault:
     lanes: str = "AB"
     in_logits: Callable[[Place], int] | None = None
     none_in: tuple[str, ...] = ()
+    sink: bool = False
 
 
 def applies(fault: Fault, c: LlamaConfig, dtype: str = "float32") -> bool:
@@ -506,6 +508,7 @@ FAULTS: tuple[Fault, ...] = (
         _EARLY,
         ("input_norm",),
         "A",
+        sink=True,
     ),
 )
 """All seeded faults. Letters after the lanes: g needs grouped heads (1 < K < H), s a square o_proj, m heads of more than one.

@@ -104,7 +104,8 @@ class Bench:
                     algebra["step"] = self._run("step", "float64")
         verdict = judge(self.case, arithmetic, algebra=algebra)
         found = locate.locate(self.case, verdict, propagated=algebra.get(TAPPED), isolated=isolated, arithmetic=arithmetic)
-        expected = (fault.first(place), fault.layer(place), fault.taps)
+        first = fault.first(place)
+        expected = ((first, first + 1) if fault.sink else (first,), fault.layer(place), fault.taps)
         return missed(fault.name, verdict, found, expected)
 
     def _run(self, plan: str, dtype: str) -> Trace:

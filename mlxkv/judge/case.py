@@ -25,12 +25,14 @@ CACHE = "a"  # the name that judged plans give their one cache
 ORDER = ("full", "step", "prefixes", "chunked")  # of the judged plans
 DTYPES = ("float32", "float16", "bfloat16")
 FLOORS_FORMAT = "mlxkv-floors/1"
-HELD_OUT = "sdpa-step"  # the pool member whose logits are kept as reference-step
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One oracle folder: the truth, the transformers runs by plan name, and the pool's raw errors."""
+    """One oracle folder: the truth, the transformers runs by plan name, and the pool's raw errors.
+
+    Where the manifest has no truth, `truth` is the mean of the pool, and the errors are the members' deviations from it.
+    """
 
     manifest: Manifest
     truth: Trace
@@ -42,6 +44,22 @@ class Case:
     def length(self) -> int:
         """The number of tokens judged, n."""
         return len(self.manifest.tokens)
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether `truth` is one."""
+        return self.manifest.has_truth
+
+    @property
+    def held_out(self) -> str:
+        """The pool member whose logits are kept as reference-step: of the last kind of attention."""
+        return f"{self.floors_meta['kinds'][-1]}-step"
+
+    @property
+    def distinct(self) -> int:
+        """How many of the pool's members are bitwise different, 0 where the folder does not say."""
+        found = self.floors_meta.get("distinct")
+        return found if isinstance(found, int) else 0
 
     @property
     def rows(self) -> list[int]:
@@ -65,7 +83,7 @@ def read_case(folder: Path) -> Case:
     names = [n.removeprefix("reference-").removesuffix(".safetensors") for n in sorted(manifest.files) if n.startswith("reference-")]
     meta, floors = read_arrays(folder / "floors.safetensors")
     references = {name: read(folder / f"reference-{name}.safetensors") for name in names}
-    return Case(manifest, read(folder / "truth.safetensors"), references, meta, floors)
+    return Case(manifest, read(folder / manifest.measure), references, meta, floors)
 
 
 def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
@@ -213,8 +231,11 @@ def _floors_reasons(case: Case) -> list[str]:
     reasons = []
     if set(kinds) != {name.split("-")[0] for name in members}:
         reasons.append(f"{where}: kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; make the folder again")
-    if HELD_OUT not in members or len(members) < 2:
-        reasons.append(f"{where}: members are {', '.join(map(str, members)) or 'none'}, expected {HELD_OUT} and others")
+    if not kinds or case.held_out not in members or len(members) < 2:
+        wanted = case.held_out if kinds else "runs of transformers"
+        reasons.append(f"{where}: members are {', '.join(map(str, members)) or 'none'}, expected {wanted} and others")
+    if not case.has_truth and case.distinct < 2:
+        reasons.append(f"{where}: {case.distinct} bitwise distinct members, expected 2 or more, as there is no truth to measure them by")
     shapes = {"rms": (len(members), n), "shift": (len(members), n), "peak": (len(members), n), "cached": (len(kinds), n)}
     for name, shape in shapes.items():
         found = list(case.floors[name].shape) if name in case.floors else "none"

@@ -1,7 +1,8 @@
 """The noise floor: how far transformers itself is from the truth, by position, layer and head.
 
 Made here, at judging, from the raw errors of the pool's members, so that a member can be held out and judged by the
-others. Smoothing: a position's floor also looks at those within `NEAR` of it, because a single position's error is one
+others. Where there is no truth the errors are deviations from the members' mean, and widened
+(`mean.py`). Smoothing: a position's floor also looks at those within `NEAR` of it, because a single position's error is one
 draw and may be small by luck. Nothing is ever below one unit in the last place of what is measured.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlxkv.judge import mean
 from mlxkv.judge.case import Case
 from mlxkv.judge.measure import Floats, TruthRows, ulp
 
@@ -37,7 +39,7 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     keep = [i for i, name in enumerate(members) if name != without]
     raw = {name: np.asarray(case.floors[name], np.float64) for name in ("rms", "peak", "shift", "cached")}
     least = ulp(truth.largest, case.manifest.dtype)
-    rms, peak, shift = raw["rms"][keep], raw["peak"][keep], raw["shift"][keep]
+    rms, peak, shift = (raw[name][keep] * mean.widening(case) for name in ("rms", "peak", "shift"))
     pool = np.maximum(_rms(rms), _near_rms(rms))
     return Floors(
         rms=np.maximum(pool, least),
@@ -52,7 +54,7 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
     """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth; of all members but `without`."""
     least = ulp(largest, case.manifest.dtype)
     keep = [i for i, name in enumerate(case.floors_meta["members"]) if name != without]
-    raw = [np.asarray(case.floors[name], np.float64)[keep] for name in ("keys", "values")]
+    raw = [np.asarray(case.floors[name], np.float64)[keep] * mean.widening(case) for name in ("keys", "values")]
     return np.stack([np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)])
 
 

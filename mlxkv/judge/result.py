@@ -122,7 +122,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome and all that it stands on. `scopes` are those of which every gate ran; `plans` those compared."""
+    """The outcome and all that it stands on. `scopes` are those of which every gate ran; `plans` those compared.
+
+    `against` is the truth, or where there is none transformers itself: then "agree" says no more than that.
+    """
 
     outcome: Outcome
     scopes: tuple[Scope, ...]
@@ -139,6 +142,7 @@ class Verdict:
     curves: tuple[Curve, ...] = ()
     distinct: int = 0
     cause: Cause | None = None
+    against: Literal["truth", "transformers"] = "truth"
 
     @property
     def exit_code(self) -> int:
@@ -164,6 +168,7 @@ class Verdict:
             "format": FORMAT,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
+            "against": self.against,
             "scopes": self.scopes,
             "plans": self.plans,
             "subject": asdict(self.subject),

@@ -44,13 +44,13 @@ def accused(name: str, verdict: Verdict, found: Located) -> Trial:
     return _trial(name, verdict, found, why)
 
 
-def missed(fault: str, verdict: Verdict, found: Located, expected: tuple[int, int | None, tuple[str, ...]]) -> Trial:
-    """Of a seeded fault: "differ", at its first position, in its layer, at one of its taps (any, where none is given)."""
-    position, layer, taps = expected
+def missed(fault: str, verdict: Verdict, found: Located, expected: tuple[tuple[int, ...], int | None, tuple[str, ...]]) -> Trial:
+    """Of a seeded fault: "differ", at one of its first positions, in its layer, at one of its taps (any, where none is given)."""
+    positions, layer, taps = expected
     why = [] if verdict.outcome == "differ" else [f"{verdict.outcome}, expected differ"]
     first = verdict.first_wrong.position if verdict.first_wrong else None
-    if first != position:
-        why.append(f"first wrong position {first}, expected {position}")
+    if first not in positions:
+        why.append(f"first wrong position {first}, expected {' or '.join(map(str, positions))}")
     if taps and found.layer != layer:
         why.append(f"layer {found.layer}, expected {layer}")
     if taps and found.tap not in taps:

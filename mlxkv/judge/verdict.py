@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxkv.judge import delta, measure, power
-from mlxkv.judge.case import HELD_OUT, ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
+from mlxkv.judge import delta, mean, measure, power
+from mlxkv.judge.case import ORDER, Case, admit, cache_reasons, case_reasons, engine_reasons, layers
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import by_position, count, in_cache, not_run, over_rows
 from mlxkv.judge.measure import Floats, Measures, TruthRows
@@ -111,7 +111,8 @@ def judge(case: Case, candidates: Mapping[str, Trace], *, algebra: Mapping[str, 
         tables=delta.page_tables(case, inside),
         floor=tuple(bench.floors.rms.tolist()),
         curves=tuple(Curve(plan, tuple(m.positions.tolist()), tuple(m.rms.tolist())) for plan, m in found.measures.items()),
-        distinct=_distinct(case),
+        distinct=case.distinct,
+        against="truth" if case.has_truth else "transformers",
     )
 
 
@@ -150,7 +151,7 @@ def _measure(bench: Bench, inside: Mapping[str, Trace], inside_a: Mapping[str, T
         gates += logit_gates(bench, plan, run)
     cache_gates, cache = _cache_gates(bench, inside.get("step"))
     gates += [_cached_gate(bench, inside), *cache_gates]
-    if bench.case.manifest.dtype == "float32":
+    if bench.case.manifest.dtype == "float32" and bench.case.has_truth:
         reasons += [reason for plan, run in measures.items() for reason in _too_near(bench, plan, run)]
     return _Found(gates, measures, reasons + cache)
 
@@ -171,7 +172,7 @@ def _algebra_gates(bench: Bench, traces: Mapping[str, Trace]) -> tuple[list[Gate
     gates: list[Gate] = []
     reasons: list[str] = []
     for plan, trace in traces.items():
-        why = _unproved(trace)
+        why = _unproved(trace) if bench.case.has_truth else "not run: no truth for this architecture"
         if why is not None:
             gates.append(not_run(name, "algebra", plan, ALGEBRA, why))
             continue
@@ -217,17 +218,25 @@ def _cached_gate(bench: Bench, inside: Mapping[str, Trace]) -> Gate:
 
 def _cache_gates(bench: Bench, step: Trace | None) -> tuple[list[Gate], list[str]]:
     """Keys and values of the step plan, per layer and head: the worst head's median, 95th percentile and worst row."""
-    truth = bench.case.truth
-    odd = cache_reasons(step, truth) if step is not None and layers(step) > 0 else []
-    why = "no trace of plan step" if step is None else "no keys in trace" if layers(step) == 0 else odd[0] if odd else None
-    if bench.cache_largest is None:
-        why, odd = "no keys in the oracle folder", []
+    why, odd = _unread(bench, step)
     if step is None or bench.cache_largest is None or why is not None:
         limits = {"median": _kv_median(bench.case), "95%": KV_MOST, "worst row": KV_WORST}
         named = [(f"{kind} {what}", limit) for kind in ("keys", "values") for what, limit in limits.items()]
         return [not_run(name, "cache", "step", limit, f"not run: {why}") for name, limit in named], odd
-    rms, _ = measure.cache_errors(step, truth)
+    rms, _ = measure.cache_errors(step, bench.case.truth)
     return ratio_gates(bench.case, rms / cache_floors(bench.case, bench.cache_largest)), []
+
+
+def _unread(bench: Bench, step: Trace | None) -> tuple[str | None, list[str]]:
+    """Why keys and values cannot be measured, and what of that leaves the verdict open."""
+    truth = bench.case.truth
+    if bench.cache_largest is None:
+        return str(truth.meta.environment.get("cache", "no keys in the oracle folder")), []
+    if step is None or layers(step) == 0:
+        return "no trace of plan step" if step is None else "no keys in trace", []
+    odd = cache_reasons(step, truth)
+    # How a cache of another architecture is laid out is nobody's standard; of a row that it lost its logits tell.
+    return odd[0] if odd else None, odd if bench.case.has_truth else []
 
 
 def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
@@ -248,19 +257,20 @@ def _kv_median(case: Case) -> float:
 
 def _controls(bench: Bench) -> list[Control]:
     """One member judged by the others, the same scaled, and its stored errors against what is measured here."""
-    case, dtype = bench.case, bench.case.manifest.dtype
-    floors = logit_floors(case, bench.truth, without=HELD_OUT)
-    member = measure.measure(case.references["step"], case.truth)
+    case, dtype, name = bench.case, bench.case.manifest.dtype, bench.case.held_out
+    floors = logit_floors(case, bench.truth, without=name)
+    measured = measure.measure(case.references["step"], case.truth)
     scaled = measure.measure(case.references["step"], case.truth, scale=CONTROL_SCALE[dtype])
-    index, at = case.floors_meta["members"].index(HELD_OUT), member.positions
-    stored = [(member.rms, "rms"), (member.shift, "shift"), (member.peak, "peak")]
-    off = float(np.max([np.max(np.abs(found - case.floors[name][index][at]) / bench.floors.rms[at]) for found, name in stored]))
+    index, at = case.floors_meta["members"].index(name), measured.positions
+    stored = [(measured.rms, "rms"), (measured.shift, "shift"), (measured.peak, "peak")]
+    off = float(np.max([np.max(np.abs(found - case.floors[of][index][at]) / bench.floors.rms[at]) for found, of in stored]))
+    member = mean.held_out(measured, case)
     gates, gates_scaled = logit_gates(bench, "step", member, floors=floors), logit_gates(bench, "step", scaled, floors=floors)
     factor = f"{CONTROL_SCALE[dtype]:g}"
     return [
-        Control(f"{HELD_OUT}, held out", "agree", not any(g.failed for g in gates), gates[1].value, SIGMA),
-        Control(f"{HELD_OUT} times {factor}", "differ", any(g.failed for g in gates_scaled), gates_scaled[1].value, SIGMA),
-        Control(f"stored errors of {HELD_OUT}", "agree", off <= STORED, off, STORED, "floors apart"),
+        Control(f"{name}, held out", "agree", not any(g.failed for g in gates), gates[1].value, SIGMA),
+        Control(f"{name} times {factor}", "differ", any(g.failed for g in gates_scaled), gates_scaled[1].value, SIGMA),
+        Control(f"stored errors of {name}", "agree", off <= STORED, off, STORED, "floors apart"),
     ]
 
 
@@ -272,11 +282,11 @@ def _control_reason(control: Control) -> str:
 
 
 def _proof_reasons(case: Case) -> list[str]:
-    reasons = []
-    for name, limit in PROOFS.items():
+    reasons, what = [], "truth" if case.has_truth else "mean"
+    for name, limit in (PROOFS if case.has_truth else mean.PROOFS[case.manifest.dtype]).items():
         value = case.manifest.proofs.get(name)
         if not _within(value, limit):
-            reasons.append(f"truth's proof {name}: {value}, expected at most {limit:g}; the truth cannot be trusted")
+            reasons.append(f"{what}'s proof {name}: {value}, expected at most {limit:g}; the {what} cannot be trusted")
     return reasons
 
 
@@ -286,11 +296,11 @@ def _within(value: object, limit: float) -> bool:
 
 
 def _floor_reasons(bench: Bench) -> list[str]:
-    dtype = bench.case.manifest.dtype
+    dtype, what = bench.case.manifest.dtype, "truth" if bench.case.has_truth else "mean"
     floor = float(np.sqrt(np.mean(bench.floors.rms**2)) / bench.truth.largest.max())
     if floor <= FLOOR_MOST[dtype]:
         return []
-    return [f"noise floor: {floor:.2g} of max |truth|, expected at most {FLOOR_MOST[dtype]:g} in {dtype}; too coarse to judge anything"]
+    return [f"noise floor: {floor:.2g} of max |{what}|, expected at most {FLOOR_MOST[dtype]:g} in {dtype}; too coarse to judge anything"]
 
 
 def _outcome(gates: Sequence[Gate], reasons: Sequence[str], *, proved: bool, sound: bool) -> Outcome:
@@ -315,7 +325,7 @@ def _first_wrong(case: Case, gates: Sequence[Gate]) -> FirstWrong | None:
 
 
 def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], outcome: Outcome) -> list[str]:
-    case, notes = bench.case, []
+    case, notes = bench.case, mean.note(bench.case)
     sigma = max((g.value for g in gates if g.name == "sigma"), default=0.0)
     if outcome == "agree" and sigma > SIGMA_NOISY:
         notes.append(f"agrees, noisier than usual: sigma is {sigma:.2f}, correct engines read at most {SIGMA_NOISY:g}")
@@ -337,8 +347,8 @@ def _notes(bench: Bench, inside: Mapping[str, Trace], gates: Sequence[Gate], out
         notes.append("weights undeclared: the trace does not say of which weights it is")
     if any(t.meta.config_digest not in (None, case.manifest.config_digest) for t in inside.values()):
         notes.append("config digest differs from the oracle's: the engine read another config.json")
-    if _distinct(case) < DISTINCT_LEAST:
-        notes.append(f"the pool has {_distinct(case)} bitwise distinct members, usually {DISTINCT_LEAST} or more: its floor may read low")
+    if case.distinct < DISTINCT_LEAST:
+        notes.append(f"the pool has {case.distinct} bitwise distinct members, usually {DISTINCT_LEAST} or more: its floor may read low")
     odd = {_device_class(t) for t in inside.values()} - CALIBRATED
     if odd:
         notes.append(
@@ -356,15 +366,11 @@ def _blind(bench: Bench) -> list[str]:
     gates = logit_gates(bench, "step", measure.measure(case.references["step"], case.truth, scale=usual))
     if any(g.failed for g in gates):
         return []
+    unseen = "unseen outside lane A" if case.has_truth else "unseen here"
     return [
-        f"in {case.manifest.dtype} logits times {usual:g} pass (sigma {gates[1].value:.2f}), unseen outside lane A; "
+        f"in {case.manifest.dtype} logits times {usual:g} pass (sigma {gates[1].value:.2f}), {unseen}; "
         f"times {CONTROL_SCALE[case.manifest.dtype]:g} is seen"
     ]
-
-
-def _distinct(case: Case) -> int:
-    distinct = case.floors_meta.get("distinct")
-    return distinct if isinstance(distinct, int) else 0
 
 
 def _device_class(trace: Trace) -> tuple[str, str]:

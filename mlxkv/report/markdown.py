@@ -42,6 +42,16 @@ WORDS = (
 )
 
 
+# What is said instead, or besides, where there is no truth.
+MEAN_WORDS = {
+    "noise floor": "how far transformers' own runs, in three to five orders of evaluation, are from their mean at a position, times "
+    "sqrt(n / (n - 1)) for n of them",
+    "decisive flips": "positions whose highest token changed although the mean's margin is far above the noise",
+    "agrees with transformers": "within the noise of transformers' own runs; what is true is not known for this architecture, and an "
+    "error that all of its runs share is not seen",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One engine's surroundings, as text: a line for the title, and names and values for the table."""
@@ -72,21 +82,24 @@ def side(meta: Meta) -> Side:
 def oracle_side(manifest: Manifest) -> Side:
     """Of an oracle folder."""
     version = manifest.environment.get("torch")
-    first = [("engine", "transformers and strict float64 truth"), ("device", "cpu"), ("dtype", manifest.dtype)]
+    what = "transformers and strict float64 truth" if manifest.has_truth else "transformers alone: no truth for this architecture"
+    first = [("engine", what), ("device", "cpu"), ("dtype", manifest.dtype)]
     rows = [(k, v) for k, v in environment_rows(manifest.environment) if k not in ("device", "dtype", "engine")]
     return Side("oracle", f"torch {version}" if version else "transformers", (*first, *rows))
 
 
 def sentence(verdict: Verdict) -> str:
     """The verdict in one line."""
+    alone = verdict.against == "transformers"
     if verdict.outcome == "agree":
-        return f"agree ({', '.join(verdict.scopes)})"
+        return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
     if verdict.outcome == "cannot tell":
         more = f" (and {len(verdict.reasons) - 1} more)" if len(verdict.reasons) > 1 else ""
         return f"cannot tell: {verdict.reasons[0] if verdict.reasons else 'no gate could run'}{more}"
     failed = [g for g in verdict.worst if g.failed]
     scopes = list(dict.fromkeys(g.scope for g in failed))
-    line, first = f"differ ({', '.join(scopes)}): {', '.join(g.name for g in failed)}", verdict.first_wrong
+    what = "differs from transformers" if alone else "differ"
+    line, first = f"{what} ({', '.join(scopes)}): {', '.join(g.name for g in failed)}", verdict.first_wrong
     if first is None:
         return line
     token = f" {quoted(first.token)}" if first.token is not None else ""
@@ -153,11 +166,11 @@ def compare_report(
         _other(other),
         _tokens(manifest, continuation),
         ["## Error by position", "", f"![rms error of each plan, position by position, beside the noise floor]({svg})"] if svg else [],
-        _figures(verdict.figures),
+        _figures(verdict.figures, verdict.against),
         _environment(sides),
         _inputs(manifest),
         ["## Reproduce", "", "```sh", *commands, "```"] if commands else [],
-        ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS)],
+        ["## Words", "", *_words(verdict)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -222,7 +235,15 @@ def _tokens(manifest: Manifest, continuation: Continuation | None) -> list[str]:
     return ["## Tokens", "", *markdown_table(("", "text", "ids"), rows, left={0, 1, 2})]
 
 
-def _figures(figures: Sequence[Figures]) -> list[str]:
+def _words(verdict: Verdict) -> list[str]:
+    """Where there is no truth, those that speak of it have another meaning, or none."""
+    meanings = dict(WORDS)
+    if verdict.against == "transformers":
+        meanings = {word: meaning for word, meaning in (meanings | MEAN_WORDS).items() if word != "algebra"}
+    return [f"- **{word}**: {meaning}" for word, meaning in meanings.items()]
+
+
+def _figures(figures: Sequence[Figures], against: str) -> list[str]:
     if not figures:
         return []
     head = ("plan", "max abs delta", "rms", "NMSE (dB)", "1 - cosine", "KL (nats)", "top-1", "top-5")
@@ -231,7 +252,8 @@ def _figures(figures: Sequence[Figures]) -> list[str]:
         + [f"{count}/{f.rows}" for count in (f.top1_equal, f.top5_equal)]
         for f in figures
     ]
-    how = "Against the float64 truth, over all rows of each plan: what other tools look at. They pass most faults that the gates catch."
+    what = "float64 truth" if against == "truth" else "mean of transformers' runs"
+    how = f"Against the {what}, over all rows of each plan: what other tools look at. They pass most faults that the gates catch."
     return ["## Shown, not judged", "", how, "", *markdown_table(head, rows, left={0})]
 
 
@@ -244,7 +266,7 @@ def _inputs(manifest: Manifest) -> list[str]:
         ["model", code(manifest.source)],
         ["weights fingerprint", code(manifest.fingerprint)],
         ["config digest", code(manifest.config_digest)],
-        ["truth", _proofs(manifest).removeprefix("truth: ")],
+        _proofs(manifest).split(": ", 1),
     ]
     if manifest.revision is not None:
         rows.insert(1, ["revision", code(manifest.revision)])
@@ -253,6 +275,17 @@ def _inputs(manifest: Manifest) -> list[str]:
 
 
 def _proofs(manifest: Manifest) -> str:
+    return _truth(manifest) if manifest.has_truth else _mean(manifest)
+
+
+def _mean(manifest: Manifest) -> str:
+    apart, double = (manifest.proofs.get(name) for name in ("members_apart", "mean_double"))
+    words = f"mean of {manifest.environment.get('pool_distinct', 'some')} runs of transformers"
+    first = f"each within {power(apart, digits=2)}" if apart is not None else "not measured"
+    return f"no truth: {words}, {first}, float64 " + (f"within {power(double, digits=2)}" if double is not None else "not measured")
+
+
+def _truth(manifest: Manifest) -> str:
     plans = " = ".join(name for name in ("step", "full", "chunked") if name in manifest.plans)
     within, double = manifest.proofs.get("truth_agreement"), manifest.proofs.get("transformers_double")
     first = f"{plans} to {power(within, digits=2)}" if within is not None else "agreement not measured"

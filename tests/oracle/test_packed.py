@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from oracle import dequantise, reference, truth
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.config import check_weights, config_of
+from oracle.neighbour import neighbour_of
 from oracle.plan import Refusal
 
 # By bits: words written by hand, and the numbers in them, whole. Numbers of 3, 5 and 6 bits lie across bytes and words.
@@ -331,3 +332,9 @@ def test_scales_and_biases_that_are_not_finite_are_named(tmp_path: Path, part: s
 def test_what_config_json_says_of_packed_weights_cannot_be_ignored(tmp_path: Path, key: str) -> None:
     place = make(tmp_path / "m", packed_tensors(config_for()))
     assert f"--ignore-key {key} would change the weights" in refusal(lambda: resolve(str(place), ignore_keys=[key]))
+
+
+def test_packed_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    found = resolve(str(make(tmp_path / "m", packed_tensors(config_for()), model_type="qwen2")))
+    said = "quantization says that weights are packed, expected plain ones; of qwen2 no others can be judged"
+    assert refusal(lambda: neighbour_of(found)) == f"{tmp_path / 'm' / 'config.json'}: {said}"
