@@ -116,6 +116,11 @@ def _models(model: str | None, revision: str | None, room: Path, *, tiny: bool, 
     if real:
         checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
         require_llama(checkpoint)
+        if checkpoint.packed:
+            raise Refusal(
+                f"{checkpoint.folder}: packed weights ({checkpoint.note}), expected plain floats, as many faults change weights; "
+                "take the unquantised checkpoint"
+            )
         tokenizer = tokenizers.load(checkpoint.folder)
         if tokenizer is None:
             yield checkpoint.name, checkpoint, random_ids(checkpoint.vocab_size, 0), None

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from oracle import floors, mean, reference, trace, truth
+from oracle import floors, mean, packing, reference, trace, truth
 from oracle.config import Config
 from oracle.neighbour import Neighbour
 from oracle.plan import Call, Greedy, New, Plan, Refusal
@@ -70,6 +70,8 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
         environment["ignored_keys"] = list(question.checkpoint.without)
     if isinstance(question.config, Config):
         environment["rope"] = question.config.rope
+    if question.checkpoint.packed:
+        environment["packed"] = packing.words(question.checkpoint.packed)
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
     environment |= {"left_out": pool.left_out} if pool.left_out else {}
     return _manifest(question, folder, pool, proofs, environment)

@@ -12,11 +12,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oracle import files, safetensors_file
+from oracle import files, packing, safetensors_file
+from oracle.packing import Packed
 from oracle.plan import Refusal
 from oracle.process import own_folder
 from oracle.safetensors_file import Progress, Tensor
@@ -43,7 +44,8 @@ class Checkpoint:
     """A model's folder, what it was asked for as, and what it holds.
 
     `source` is what the user named, `name` is short and for titles, `note` says how it got here ("" for a plain folder),
-    `revision` is the Hub's commit, `without` the keys that a person took out of the config.
+    `revision` is the Hub's commit, `without` the keys that a person took out of the config, `packed` the weights that are
+    stored quantised, as MLX does it.
     """
 
     folder: Path
@@ -56,6 +58,19 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     fingerprint: str
     without: tuple[str, ...] = ()
+    packed: dict[str, Packed] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Every weight's name and shape; a packed one's as it is once unpacked, without its scales and biases."""
+        beside = {name for packed in self.packed.values() for name in (packed.scales, packed.biases)}
+        stored = {name: tensor.shape for name, tensor in self.tensors.items() if name not in beside}
+        return stored | {name: packed.shape for name, packed in self.packed.items()}
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """The config without what it says of packed weights, which `packed` holds already."""
+        return {key: value for key, value in self.config.items() if not (self.packed and key in packing.KEYS)}
 
     @property
     def vocab_size(self) -> int:
@@ -98,6 +113,9 @@ def resolve(
 
 def _without(found: Checkpoint, names: list[str]) -> Checkpoint:
     for name in names:
+        if found.packed and name in packing.KEYS:
+            where = f"{found.folder / 'config.json'}: --ignore-key {name}"
+            raise Refusal(f"{where} would change the weights, expected a key that does not; leave the option out")
         if name not in found.config:
             raise Refusal(f"{found.folder / 'config.json'}: no key {name!r}, expected one as --ignore-key says; leave it out")
     config = {key: value for key, value in found.config.items() if key not in names}
@@ -153,26 +171,29 @@ def _open(folder: Path, source: str, name: str, note: str, tell: Progress, *, re
         raise Refusal(f"{folder}: no config.json, expected it beside the safetensors; {remedy}")
     config = safetensors_file.read_object(path)
     tensors = safetensors_file.tensors(folder)
-    _refuse_quantised(path, config, tensors)
+    packed = packing.read(path, config, tensors)
+    _refuse_quantised(path, config, tensors, packed)
     digest = _digest(config)
     fingerprint = safetensors_file.fingerprint(tensors, cache=_cache("fingerprints"), progress=tell)
-    return Checkpoint(folder, source, name, note, revision, config, digest, tensors, fingerprint)
+    note = ", ".join(filter(None, (note, packing.words(packed))))
+    return Checkpoint(folder, source, name, note, revision, config, digest, tensors, fingerprint, packed=packed)
 
 
 def _digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _refuse_quantised(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _refuse_quantised(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], packed: Mapping[str, Packed]) -> None:
     """Stored integers mean nothing without their scales, and each method has its own: named, so that nobody reads them bare."""
-    remedy = "expected plain float weights; give the model's unquantised checkpoint or its GGUF"
+    remedy = "expected plain float weights, or MLX's affine ones as mlx-lm writes them; give the model's unquantised checkpoint or its GGUF"
+    known = {p.scales for p in packed.values()}
     for key in _QUANTISED_KEYS:
-        if config.get(key) is not None:
+        if config.get(key) is not None and not (packed and key in packing.KEYS):
             said = config[key] if isinstance(config[key], dict) else {}
             method = said.get("quant_method") or said.get("quant_type") or files.shown(config[key])
             raise Refusal(f"{path}: {key} says {files.shown(method)}, {remedy}")
     for name, tensor in tensors.items():
-        if _QUANTISED_TENSORS.fullmatch(name) or tensor.dtype.startswith("F8_"):
+        if (_QUANTISED_TENSORS.fullmatch(name) and name not in known) or tensor.dtype.startswith("F8_"):
             raise Refusal(f"{tensor.file}: {name} ({tensor.dtype}) belongs to quantised weights, {remedy}")
 
 

@@ -124,7 +124,7 @@ class Config:
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """The oracle's reading of a checkpoint's config."""
-    return read_config(checkpoint.config, where=str(checkpoint.folder / "config.json"), without=checkpoint.without)
+    return read_config(checkpoint.model_config, where=str(checkpoint.folder / "config.json"), without=checkpoint.without)
 
 
 def read_config(values: Mapping[str, Any], *, where: str = "config.json", without: Sequence[str] = ()) -> Config:
@@ -176,7 +176,7 @@ def effective(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:
     """Refuses a checkpoint whose tensors are not those of the config: names both ways, then shapes, then dtypes."""
-    wanted, stored, where = config.shapes(), checkpoint.tensors, checkpoint.folder
+    wanted, stored, where = config.shapes(), checkpoint.weights, checkpoint.folder
     missing = sorted(set(wanted) - set(stored))
     if missing:
         raise Refusal(f"{where}: no tensor {missing[0]}, expected {len(wanted)} as config.json says; {len(missing)} missing")
@@ -185,10 +185,12 @@ def check_weights(config: Config, checkpoint: Checkpoint) -> None:
     if extra:
         raise Refusal(f"{where}: unknown tensor {min(extra)}, expected {len(wanted)} as config.json says; {len(extra)} unknown")
     for name, shape in wanted.items():
-        if tuple(stored[name].shape) != shape:
-            raise Refusal(f"{where}: {name} has shape {list(stored[name].shape)}, expected {list(shape)} as config.json says")
-        if stored[name].dtype not in STORED:
-            raise Refusal(f"{where}: {name} is {stored[name].dtype}, expected {', '.join(STORED)}; quantised weights cannot be run")
+        if tuple(stored[name]) != shape:
+            unpacked = " unpacked" if name in checkpoint.packed else ""
+            raise Refusal(f"{where}: {name} has shape {list(stored[name])}{unpacked}, expected {list(shape)} as config.json says")
+        dtype = checkpoint.tensors[name].dtype
+        if dtype not in STORED and name not in checkpoint.packed:
+            raise Refusal(f"{where}: {name} is {dtype}, expected {', '.join(STORED)}; quantised weights cannot be run")
 
 
 def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:

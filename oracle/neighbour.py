@@ -45,6 +45,10 @@ def neighbour_of(checkpoint: Checkpoint) -> Neighbour:
         if config.get(key) is not None:
             what = f"{key} ({show(config[key])}) names code of the checkpoint, which is never run"
             raise Refusal(f"{where}: {what}; --ignore-key {key} if transformers' own {config['model_type']} is the same model")
+    if checkpoint.packed:
+        raise Refusal(
+            f"{where}: quantization says that weights are packed, expected plain ones; of {config['model_type']} no others can be judged"
+        )
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype not in STORED:
             raise Refusal(f"{tensor.file}: {name} is {tensor.dtype}, expected {', '.join(STORED)}; quantised weights cannot be run")

@@ -29,6 +29,7 @@ from oracle.checkpoint import Checkpoint, is_neighbour
 from oracle.config import check_weights, config_of, effective
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, Step
 from oracle.trace import Array, Meta, Outcome, Trace
+from oracle.truth import Weights
 
 Attention = Literal["eager", "sdpa"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -76,7 +77,7 @@ class Reference:
             check_weights(config_of(checkpoint), checkpoint)
         try:
             build = neighbour_model.build if neighbour else _llama
-            model = build(checkpoint, _tensors(checkpoint), DTYPES[dtype])
+            model = build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
         except Refusal:
             raise
         except Exception as error:  # its validators raise whatever they like
@@ -112,11 +113,16 @@ class Reference:
     def double(self, tokens: list[int], *, rows: int | None = None, attention: Attention = "sdpa") -> Array:
         """(n, V) logits of one uncached call after the weights, already rounded to the dtype, were widened to float64.
 
-        `rows` keeps the first ones only. Eager attention leaves softmax in float32.
+        Packed weights are unpacked once more, without rounding, since the truth's are exact. `rows` keeps the first ones only.
+        Eager attention leaves softmax in float32.
         The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation(attention)
         self._model.double()
+        exact = Weights(self.checkpoint, dtype=self.dtype)
+        for name, parameter in self._model.named_parameters():
+            if name in self.checkpoint.packed:
+                parameter.copy_(exact(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
         logits: Array = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept).logits[0].numpy()
         return logits
@@ -124,7 +130,7 @@ class Reference:
 
 def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """A parameter that the checkpoint lacks would be random, one that the model lacks would be dropped: both are refused."""
-    config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.config)))
+    config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
     model = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
@@ -248,14 +254,15 @@ def _partial(layers: list[Any], length: int) -> str:
     return ""
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors that the fingerprint covers, mapped from their files."""
+def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+    """The tensors that the fingerprint covers, mapped from their files; packed ones unpacked and rounded once."""
+    plain = [name for name in checkpoint.weights if name not in checkpoint.packed and not name.endswith(".rotary_emb.inv_freq")]
     found: dict[str, Tensor] = {}
-    for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
+    for file in sorted({checkpoint.tensors[name].file for name in plain}):
         with safe_open(str(file), framework="pt") as stored:
-            names = (name for name, tensor in checkpoint.tensors.items() if tensor.file == file)
-            found |= {name: stored.get_tensor(name) for name in names if not name.endswith(".rotary_emb.inv_freq")}
-    return found
+            found |= {name: stored.get_tensor(name) for name in plain if checkpoint.tensors[name].file == file}
+    exact = Weights(checkpoint, dtype=dtype)
+    return found | {name: exact(name).to(DTYPES[dtype]) for name in checkpoint.packed}
 
 
 def _processor() -> str:

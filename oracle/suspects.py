@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oracle import trace, truth
 from oracle.checkpoint import Checkpoint, require_llama, resolve
-from oracle.config import Config, check_weights, read_config
+from oracle.config import Config, check_weights, config_of
 from oracle.plan import Call, New, Plan, Refusal
 from oracle.trace import Manifest
 
@@ -104,7 +104,7 @@ def _config(checkpoint: Checkpoint, manifest: Manifest) -> Config:
                 f"{checkpoint.folder}: {what} {found[:16]}, expected {expected[:16]} as in the run folder; name the model it was made with"
             )
     require_llama(checkpoint)
-    config = read_config(checkpoint.config, where=str(checkpoint.folder / "config.json"))
+    config = config_of(checkpoint)
     check_weights(config, checkpoint)
     return config
 

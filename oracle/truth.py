@@ -1,7 +1,9 @@
 """The strict float64 Llama that everything is judged against: plain torch, one layer's weights at a time.
 
 transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32. Here everything is. The
-weights are the stored ones after rounding to the run's dtype, so that arithmetic is judged and not their rounding.
+weights are the stored ones after rounding to the run's dtype, so that arithmetic is judged and not their rounding. Of
+packed weights the scales and biases are what is stored and rounded; what they unpack to is left exact, since every engine
+rounds that in its own way or not at all: it is arithmetic, and the pool's rounding of it is part of the noise.
 
 Axes: L tokens of one segment, S tokens in a layer's cache after it, n tokens of the whole sequence; H query heads,
 K key/value heads, G = H / K query heads to each of them, D head_dim; E hidden, F the MLP's width, V vocabulary.
@@ -23,8 +25,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
+from oracle import dequantise
 from oracle.checkpoint import Checkpoint
 from oracle.config import Config
+from oracle.packing import Packed
 from oracle.plan import Refusal
 from oracle.scaling import Linear, Llama3, LongRope, Yarn
 from oracle.trace import Array
@@ -46,11 +50,8 @@ class Weights:
 
     def __call__(self, name: str, *, rows: Tensor | None = None) -> Tensor:
         """One tensor, or only some of its rows."""
-        stored = self.stored(name)
-        rounded = (stored if rows is None else stored[rows]).to(DTYPES[self.dtype]).to(torch.float64)
-        if not bool(torch.isfinite(rounded).all()):
-            where = f"{self.checkpoint.folder}: {name}"
-            raise Refusal(f"{where}: not finite in {self.dtype}, expected finite weights; use other weights or another --dtype")
+        packed = self.checkpoint.packed.get(name)
+        rounded = self._rounded(name, rows) if packed is None else self._unpacked(name, packed, rows)
         return rounded if self._change is None else self._change(name, rounded)
 
     def stored(self, name: str) -> Tensor:
@@ -59,6 +60,20 @@ class Weights:
         with safe_open(str(file), framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
+
+    def _rounded(self, name: str, rows: Tensor | None) -> Tensor:
+        stored = self.stored(name)
+        rounded = (stored if rows is None else stored[rows]).to(DTYPES[self.dtype]).to(torch.float64)
+        if not bool(torch.isfinite(rounded).all()):
+            where = f"{self.checkpoint.folder}: {name}"
+            raise Refusal(f"{where}: not finite in {self.dtype}, expected finite weights; use other weights or another --dtype")
+        return rounded
+
+    def _unpacked(self, name: str, packed: Packed, rows: Tensor | None) -> Tensor:
+        stored = self.stored(name).numpy()
+        words = stored if rows is None else stored[rows.numpy()]
+        scales, biases = (self._rounded(part, rows).numpy() for part in (packed.scales, packed.biases))
+        return torch.from_numpy(dequantise.weight(words, scales, biases, bits=packed.bits, group_size=packed.group_size))
 
     def layer(self, config: Config, i: int) -> dict[str, Tensor]:
         """One layer's tensors by the rest of their names."""

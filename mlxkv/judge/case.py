@@ -66,6 +66,12 @@ class Case:
         """The positions that the page's tables show: from the prompt's last token on."""
         return list(range(self.manifest.prompt_tokens - 1, self.length))
 
+    @property
+    def packed(self) -> str:
+        """How the checkpoint packs its weights, in words; "" where they are plain floats."""
+        found = self.manifest.environment.get("packed")
+        return found if isinstance(found, str) else ""
+
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None

@@ -100,7 +100,7 @@ class LlamaConfig:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> LlamaConfig:
         """The port's own reading of a checkpoint's config."""
-        return cls.from_json(checkpoint.config, where=str(checkpoint.folder / "config.json"), without=checkpoint.without)
+        return cls.from_json(checkpoint.model_config, where=str(checkpoint.folder / "config.json"), without=checkpoint.without)
 
     @classmethod
     def from_file(cls, path: Path) -> LlamaConfig:

@@ -7,16 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 
 from mlxkv.port.config import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
-from mlxkv.port.ops import dtype_of
+from mlxkv.port.ops import dtype_of, name_of
+from mlxkv.port.packed import install, unpacked
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.plan import Refusal
 
 STORED = ("F32", "F16", "BF16")
-"""What MLX reads as floats. Quantised integers would be cast without their scales, and it reads no F64."""
+"""What MLX reads as floats; it reads no F64. Integers are weights only where the checkpoint says how they are packed."""
 
 
 def load(
@@ -32,29 +33,61 @@ def load(
 
 
 def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None) -> Llama:
-    """A Llama from a checkpoint that has been resolved already."""
+    """A Llama from a checkpoint that has been resolved already; packed weights stay packed, but in float64."""
     config = LlamaConfig.of(checkpoint)
     expected = _shapes(config)
     names = _names(checkpoint, expected, tied=config.tie_word_embeddings)
     model = Llama(config)
     target, first = dtype_of(dtype), dtype_of(rounded_to or dtype)
+    if target != mx.float64:
+        install(model, checkpoint)
     # Shapes are all that is wanted of the random weights; without this they would be made beside the real ones.
-    model.update(tree_unflatten([(n.removeprefix("model."), mx.zeros((0,))) for n in expected]))
-    for file in sorted({checkpoint.tensors[n].file for n in names}):
-        arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
-        for name in (n for n in names if checkpoint.tensors[n].file == file):
-            with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
-                rounded = arrays.pop(name).astype(first)
-                array, finite = rounded.astype(target), mx.isfinite(rounded).all()
+    model.update(tree_map(lambda _: mx.zeros((0,)), model.parameters()))
+    stored = _Stored(checkpoint, first)
+    for name in sorted(names, key=lambda n: checkpoint.tensors[n].file):
+        with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
+            arrays = stored.whole(name) if target == mx.float64 else stored.parts(name)
             # One at a time: a float64 copy beside its float32 source, of every tensor at once, would not fit.
-            mx.eval(array, finite)
-            if not finite.item():
-                raise Refusal(f"{file}: {name} holds NaN or infinity in {rounded_to or dtype}, expected finite weights; check the file")
-            model.update(tree_unflatten([(name.removeprefix("model."), array)]))
+            made = {n: a if a.dtype == mx.uint32 else a.astype(target) for n, a in arrays.items()}
+            mx.eval(made)
+        model.update(tree_unflatten([(n.removeprefix("model."), a) for n, a in made.items()]))
     model.eval()
     # Rounded weights are other weights.
     model.fingerprint = checkpoint.fingerprint + ("" if first == target else f" in {rounded_to}")
     return model
+
+
+class _Stored:
+    """A checkpoint's tensors, read when asked for and then let go, floats rounded to a dtype and known to be finite."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self._arrays: dict[str, mx.array] = {}
+        # MLX reads an array of a file when it is evaluated, so this reads headers only. A packed weight may lie in several files.
+        for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
+            self._arrays |= mx.load(str(file))  # type: ignore[arg-type]
+
+    def parts(self, name: str) -> dict[str, mx.array]:
+        """A weight as it is stored; a packed one with its scales and biases."""
+        packed = self.checkpoint.packed.get(name)
+        if packed is None:
+            return {name: self._rounded(name)}
+        return {name: self._arrays.pop(name)} | {part: self._rounded(part) for part in (packed.scales, packed.biases)}
+
+    def whole(self, name: str) -> dict[str, mx.array]:
+        """A weight unpacked in float64, or as it is stored."""
+        parts, packed = self.parts(name), self.checkpoint.packed.get(name)
+        if packed is None:
+            return parts
+        scales, biases = (parts[part].astype(mx.float64) for part in (packed.scales, packed.biases))
+        return {name: unpacked(parts[name], scales, biases, bits=packed.bits, group_size=packed.group_size)}
+
+    def _rounded(self, name: str) -> mx.array:
+        rounded = self._arrays.pop(name).astype(self.dtype)
+        if not mx.isfinite(rounded).all().item():
+            file, dtype = self.checkpoint.tensors[name].file, name_of(self.dtype)
+            raise Refusal(f"{file}: {name} holds NaN or infinity in {dtype}, expected finite weights; check the file")
+        return rounded
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -67,7 +100,7 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied: bool) -> list[str]:
-    found = {n for n in checkpoint.tensors if not n.endswith("rotary_emb.inv_freq")}
+    found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
     if tied:
         # transformers ties lm_head to the embedding whatever the file says.
         found.discard("lm_head.weight")
@@ -78,11 +111,12 @@ def _names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied
     for name in sorted(found - set(expected)):
         raise Refusal(f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json")
     for name, shape in expected.items():
-        stored = checkpoint.tensors[name]
-        if stored.shape != shape:
-            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(stored.shape)}, expected {list(shape)} by config.json")
-        if stored.dtype not in STORED:
-            raise Refusal(f"{checkpoint.folder}: {name} is stored as {stored.dtype}, expected one of {', '.join(STORED)}; convert it first")
+        found_shape, stored = checkpoint.weights[name], checkpoint.tensors[name].dtype
+        if found_shape != shape:
+            how = " unpacked" if name in checkpoint.packed else ""
+            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(found_shape)}{how}, expected {list(shape)} by config.json")
+        if stored not in STORED and name not in checkpoint.packed:
+            raise Refusal(f"{checkpoint.folder}: {name} is stored as {stored}, expected one of {', '.join(STORED)}; convert it first")
     return list(expected)
 
 

@@ -167,7 +167,7 @@ def test_half_precision_has_its_own_limits(copied, tmp_path):
         ),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "names code of the checkpoint, which is never run; --ignore-key auto_map"),
         ({"model_file": "own.py"}, "config.json: model_file ('own.py') names code of the checkpoint, which is never run"),
-        ({"quantization": {"bits": 4}}, "quantization says"),
+        ({"quantization": {"bits": 4}}, "quantization: group_size is None, expected one of"),
         ({"num_hidden_layers": 3, "layer_types": None}, "the checkpoint has no tensor for its model.layers.2."),
         ({"num_hidden_layers": 1, "layer_types": None}, "it has no use for the checkpoint's model.layers.1."),
         ({"num_hidden_layers": 1}, "refuses this model"),

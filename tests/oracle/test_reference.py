@@ -190,9 +190,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_never_left_random(model, monke
     shapes = type(read_config(model.checkpoint.config)).shapes
     monkeypatch.setattr("oracle.config.Config.shapes", lambda self: {k: v for k, v in shapes(self).items() if k != "model.norm.weight"})
     tensors = reference._tensors
-    monkeypatch.setattr(
-        reference, "_tensors", lambda checkpoint: {k: v for k, v in tensors(checkpoint).items() if k != "model.norm.weight"}
-    )
+    monkeypatch.setattr(reference, "_tensors", lambda *given: {k: v for k, v in tensors(*given).items() if k != "model.norm.weight"})
     monkeypatch.setattr(reference, "check_weights", lambda *args: None)
     with pytest.raises(Refusal, match=r"disagree on model\.norm\.weight"):
         reference.Reference(model.checkpoint)
