@@ -85,10 +85,13 @@ class Weights:
         embedding = "model.embed_tokens.weight"
         if not config.tied:
             return self("lm_head.weight")
-        if "lm_head.weight" in self.checkpoint.tensors and not torch.equal(self.stored("lm_head.weight"), self.stored(embedding)):
-            raise Refusal(
-                f"{self.checkpoint.folder}: lm_head.weight differs from {embedding} though tie_word_embeddings is true; correct config.json"
-            )
+        for part in ("weight", "scales", "biases"):
+            name, its = f"lm_head.{part}", f"model.embed_tokens.{part}"
+            if name in self.checkpoint.tensors and not (
+                its in self.checkpoint.tensors and torch.equal(self.stored(name), self.stored(its))
+            ):
+                where = self.checkpoint.folder
+                raise Refusal(f"{where}: {name} differs from {its} though tie_word_embeddings is true; correct config.json")
         return self(embedding)
 
 

@@ -44,6 +44,8 @@ def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_t
     # Shapes are all that is wanted of the random weights; without this they would be made beside the real ones.
     model.update(tree_map(lambda _: mx.zeros((0,)), model.parameters()))
     stored = _Stored(checkpoint, first)
+    if config.tie_word_embeddings:
+        stored.check_tied()
     for name in sorted(names, key=lambda n: checkpoint.tensors[n].file):
         with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
             arrays = stored.whole(name) if target == mx.float64 else stored.parts(name)
@@ -66,6 +68,16 @@ class _Stored:
         # MLX reads an array of a file when it is evaluated, so this reads headers only. A packed weight may lie in several files.
         for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
             self._arrays |= mx.load(str(file))  # type: ignore[arg-type]
+
+    def check_tied(self) -> None:
+        """A tied head may be stored once more, but then it is the embedding; which of two would count differs by engine."""
+        for part in ("weight", "scales", "biases"):
+            head, embedding = (self._arrays.get(f"{module}.{part}") for module in ("lm_head", "model.embed_tokens"))
+            if head is not None and (embedding is None or head.dtype != embedding.dtype or not mx.array_equal(head, embedding).item()):
+                where, name = self.checkpoint.folder, f"lm_head.{part}"
+                raise Refusal(
+                    f"{where}: {name} differs from model.embed_tokens.{part} though tie_word_embeddings is true; correct config.json"
+                )
 
     def parts(self, name: str) -> dict[str, mx.array]:
         """A weight as it is stored; a packed one with its scales and biases."""
@@ -102,7 +114,6 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied: bool) -> list[str]:
     found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
     if tied:
-        # transformers ties lm_head to the embedding whatever the file says.
         found.discard("lm_head.weight")
     for name in sorted(set(expected) - found):
         raise Refusal(

@@ -177,16 +177,18 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path / "m")
 
 
-def test_a_tied_model_uses_the_embedding_whatever_lm_head_is_stored(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path: Path) -> None:
     config = models.config("mha")
     weights = models.weights(config)
-    plain = load(models.save(tmp_path / "plain", config, weights))
-    stray = load(models.save(tmp_path / "stray", config, weights | {"lm_head.weight": np.zeros((40, 32), np.float32)}))
-
-    assert "lm_head.weight" not in parameters(stray)
-    for model in (plain, stray):
-        logits = np.array(model([[1, 2]], cache=Cache(model.config)))
-        np.testing.assert_allclose(logits[0], models.forward(config, weights, [1, 2])[-1], atol=1e-4)
+    again = load(models.save(tmp_path / "again", config, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}))
+    assert "lm_head.weight" not in parameters(again)
+    logits = np.array(again([[1, 2]], cache=Cache(again.config)))
+    np.testing.assert_allclose(logits[0], models.forward(config, weights, [1, 2])[-1], atol=1e-4)
+    other = models.save(tmp_path / "other", config, weights | {"lm_head.weight": np.zeros((40, 32), np.float32)})
+    with pytest.raises(
+        Refusal, match=r"other: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true"
+    ):
+        load(other)
 
 
 def test_inverse_frequencies_stored_by_old_transformers_are_passed_over(tmp_path: Path) -> None:
