@@ -6,14 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxkv import runtime
 from oracle.checkpoint import Checkpoint, cache_dir, require_llama, resolve
 from oracle.plan import Refusal
-
-if TYPE_CHECKING:
-    from mlxkv.port.config import Rope
 
 
 def generate(model: str | None, prompt: str, steps: int, *, dtype: str, device: str, **source: Any) -> Iterator[str]:
@@ -83,7 +80,7 @@ def inspect(model: str | None, *, as_json: bool, **source: Any) -> str:
         "lm_head": "tied to the embedding" if config.tie_word_embeddings else "its own weights",
         "max positions": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "RoPE": _rope(config.rope),
+        "RoPE": config.rope.words,
         "RoPE tables": f"cos and sin, each ({span(config)}, {config.head_dim // 2})",
         "cache per layer": f"keys and values, each (1, {config.num_key_value_heads}, length, {config.head_dim})",
         "cache per token": f"{4 * row} bytes in float32, {2 * row} in half precision",
@@ -97,16 +94,6 @@ def inspect(model: str | None, *, as_json: bool, **source: Any) -> str:
     filled = ", ".join(f"{key} {json.dumps(value)}" for key, value in config.defaults)
     lines += [f"{'filled in':<{width}}  {filled} (absent in config.json, as in transformers)"] if filled else []
     return "\n".join(lines + [f"{'note':<{width}}  {note}" for note in config.notes]) + "\n"
-
-
-def _rope(rope: Rope) -> str:
-    """The type with every parameter that is not at rest; lists by their length."""
-    from dataclasses import asdict
-
-    at_rest = asdict(type(rope)(rope.theta, rope.rope_type))
-    told = {key: value for key, value in asdict(rope).items() if value != at_rest[key]}
-    shown = [f"{key} {f'{len(value)} numbers' if isinstance(value, tuple) else json.dumps(value)}" for key, value in told.items()]
-    return ", ".join([rope.rope_type, f"theta {rope.theta:g}", *shown])
 
 
 def doctor() -> tuple[str, int]:

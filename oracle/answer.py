@@ -68,6 +68,8 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
                 (folder / file).unlink()
     if question.checkpoint.without:
         environment["ignored_keys"] = list(question.checkpoint.without)
+    if isinstance(question.config, Config):
+        environment["rope"] = question.config.rope
     if question.checkpoint.packed:
         environment["packed"] = packing.words(question.checkpoint.packed)
     environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}

@@ -6,8 +6,9 @@ LlamaConfig where one is harmless; sizes have none. This module knows no torch a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from oracle.plan import Refusal
@@ -82,6 +83,13 @@ class Config:
     attention_bias: bool
     mlp_bias: bool
     interleaved: bool = False
+
+    @property
+    def rope(self) -> str:
+        """The type, theta and the type's numbers, for a report; lists by their length."""
+        told = asdict(self.scaling) if self.scaling else {}
+        shown = [f"{key} {f'{len(value)} numbers' if isinstance(value, tuple) else json.dumps(value)}" for key, value in told.items()]
+        return ", ".join([type(self.scaling).__name__.lower() if self.scaling else "default", f"theta {self.theta:g}", *shown])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""

@@ -23,7 +23,7 @@ import numpy as np
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.plan import Plan, Refusal
-from oracle.trace import Meta, sha256, write
+from oracle.trace import sha256, write
 
 CONVENTION = "expected mlx-lm's convention: model(tokens, cache=cache) -> logits (B, L, V), and make_cache() -> one cache per layer"
 
@@ -228,17 +228,8 @@ def follow(job: Job) -> None:
 
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     model = load(source, str(checkpoint.folder), job.dtype)
-    meta = Meta(
-        plan=job.plans[0],
-        engine=source.name,
-        engine_version="",
-        dtype=job.dtype,
-        weights_dtype=job.weights_dtype,
-        device=environment["device"],
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
-        environment=environment | {f"sha256 of {source.file.name}": sha256(source.file)},
-    )
+    said = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
+    meta = job.meta(checkpoint, said, engine=source.name, version="")
     seconds = 0.0
     with bar(f"{source.name} ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlxkv.engines import AlreadySaid
 from oracle.plan import Plan, Refusal, from_json
 from oracle.process import PARENT, end_with_parent
-from oracle.trace import write_text
+from oracle.trace import Meta, write_text
+
+if TYPE_CHECKING:
+    from oracle.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,29 @@ class Job:
     def isolated(self, plan: Plan) -> Path:
         """Where the trace goes of the layers fed the truth's input."""
         return self.out / f"{plan.name}-isolated.safetensors"
+
+    def meta(
+        self,
+        checkpoint: Checkpoint,
+        environment: Mapping[str, Any],
+        *,
+        engine: str,
+        version: str,
+        probes: Mapping[str, float] | None = None,
+    ) -> Meta:
+        """What every trace of the job says; plan and outcomes are put in for each."""
+        return Meta(
+            plan=self.plans[0],
+            engine=engine,
+            engine_version=version,
+            dtype=self.dtype,
+            weights_dtype=self.weights_dtype,
+            device=environment["device"],
+            fingerprint=checkpoint.fingerprint,
+            config_digest=checkpoint.config_digest,
+            environment=dict(environment),
+            probes=dict(probes or {}),
+        )
 
     def report(self, forward: float) -> None:
         """Leaves word of the seconds spent in forward calls."""

@@ -16,7 +16,7 @@ import numpy as np
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.plan import Plan, Refusal
-from oracle.trace import Meta, write
+from oracle.trace import write
 
 CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
 
@@ -122,6 +122,14 @@ def load(folder: str, dtype: str) -> Any:
     return model
 
 
+def _rope(model: Any) -> str:
+    """What mlx-lm took from the config, as far as its architectures name it alike: a key that it lost is seen here."""
+    args = getattr(model, "args", None)
+    theta, scaling = getattr(args, "rope_theta", None), getattr(args, "rope_scaling", None)
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else "default"
+    return f"{kind}, theta {theta:g}" if isinstance(theta, int | float) else ""
+
+
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     from mlxkv import runtime
@@ -133,17 +141,8 @@ def follow(job: Job) -> None:
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     versions = {name: runtime.version(name) for name in ("mlx-lm", "transformers")}
     model = load(str(checkpoint.folder), job.dtype)
-    meta = Meta(
-        plan=job.plans[0],
-        engine="mlx-lm",
-        engine_version=runtime.version("mlx-lm"),
-        dtype=job.dtype,
-        weights_dtype=job.weights_dtype,
-        device=environment["device"],
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
-        environment=environment | versions,
-    )
+    said = environment | versions | {"rope": _rope(model)}
+    meta = job.meta(checkpoint, said, engine="mlx-lm", version=runtime.version("mlx-lm"))
     seconds = 0.0
     with bar(f"mlx-lm ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
         for plan in job.plans:

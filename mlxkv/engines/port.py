@@ -113,18 +113,9 @@ def follow(job: Job) -> None:
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     probes = probe() if job.dtype == "float64" else {}
     model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
-    meta = Meta(
-        plan=job.plans[0],
-        engine="mlxkv" if job.guarded else "mlxkv (unguarded)",
-        engine_version=runtime.version("mlxkv"),
-        dtype=job.dtype,
-        weights_dtype=job.weights_dtype,
-        device=environment["device"],
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
-        environment=environment,
-        probes=probes,
-    )
+    named = "mlxkv" if job.guarded else "mlxkv (unguarded)"
+    said = environment | {"rope": model.config.rope.words}
+    meta = job.meta(checkpoint, said, engine=named, version=runtime.version("mlxkv"), probes=probes)
     if job.taps:
         from mlxkv.engines import taps
 

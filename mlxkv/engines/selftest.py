@@ -140,16 +140,7 @@ def load(job: Job) -> Loaded:
 
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     models = {dtype: from_checkpoint(checkpoint, dtype, rounded_to=job.weights_dtype) for dtype in (job.dtype, "float64")}
-    meta = Meta(
-        plan=job.plans[0],
-        engine="mlxkv",
-        engine_version=runtime.version("mlxkv"),
-        dtype=job.dtype,
-        weights_dtype=job.weights_dtype,
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
-        environment=environment,
-    )
+    meta = job.meta(checkpoint, environment, engine="mlxkv", version=runtime.version("mlxkv"))
     return Loaded(models, meta, port.probe())
 
 

@@ -5,8 +5,9 @@ What both generations say must agree. The defaults are those of transformers' mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlxkv.port.config_values import Values
@@ -58,6 +59,14 @@ class Rope:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The type, theta and every parameter that is not at rest; lists by their length."""
+        at_rest = asdict(Rope(self.theta, self.rope_type))
+        told = {key: value for key, value in asdict(self).items() if value != at_rest[key]}
+        shown = [f"{key} {f'{len(value)} numbers' if isinstance(value, tuple) else json.dumps(value)}" for key, value in told.items()]
+        return ", ".join([self.rope_type, f"theta {self.theta:g}", *shown])
 
     @property
     def beyond(self) -> str:

@@ -210,6 +210,9 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     verdict = json.loads(first.stdout)
     assert (verdict["outcome"], verdict["cause"]["words"]) == ("differ", "rope_theta 10000 instead of 100000")
     assert verdict["cause"]["sigma"] < 3
+    # What each engine took from the config stands in the report.
+    said = verdict["environment"]
+    assert [said[who]["rope"] for who in ("mlx-lm", "oracle")] == ["default, theta 10000", "default, theta 100000"]
     assert sorted(verdict["took"]) == ["mlx-lm", "oracle", "suspects"]
     assert verdict["took"]["mlx-lm"]["forward"] > 0
     # What was computed for it is used again.

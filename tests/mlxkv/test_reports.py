@@ -145,6 +145,7 @@ def test_a_report_names_what_made_it(reports: Path) -> None:
     for word in ("MLX_ENABLE_TF32", "blas", "torch", "transformers", "threads", "device", value["subject"]["fingerprint"]):
         assert word in report
     assert value["environment"]["port"]["MLX_ENABLE_TF32"] == "0"
+    assert [value["environment"][who]["rope"] for who in ("port", "oracle")] == ["default, theta 10000"] * 2
 
 
 def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
