@@ -59,7 +59,7 @@ CALIBRATED = {("linux", "cpu")}  # device classes on which these limits were mea
 
 
 def current_limits() -> dict[str, float]:
-    """Every limit that a verdict on a port depends on, by its name here."""
+    """Every limit that a verdict on a port with plain weights depends on, by its name here: what selftest and calibrate try."""
     one = {"SIGMA": SIGMA, "WORST": WORST, "PEAK": PEAK, "SHIFT": SHIFT, "FLIP_MARGIN": FLIP_MARGIN, "CACHED": CACHED}
     return one | {"KV_MEDIAN": KV_MEDIAN, "KV_MOST": KV_MOST, "KV_WORST": KV_WORST, "ALGEBRA": ALGEBRA, "PROBE": PROBE}
 
