@@ -32,11 +32,10 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         environment = {_ROOM: scratch} | os.environ
         # At once, since both wait a lot; the oracle's half, the shorter one, is shown when the other is over.
         outputs = [{"stdout": aside, "stderr": subprocess.STDOUT}, {}]
+        commands = [[*options, *halves[0]], [*options, *_workers(config), *halves[1]]]
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "pytest", *options, *paths], cwd=config.invocation_params.dir, env=environment, **output
-            )
-            for paths, output in zip(halves, outputs, strict=True)
+            subprocess.Popen([sys.executable, "-m", "pytest", *command], cwd=config.invocation_params.dir, env=environment, **output)
+            for command, output in zip(commands, outputs, strict=True)
         ]
         try:
             codes = [process.wait() for process in reversed(processes)]
@@ -48,6 +47,14 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         sys.stdout.flush()
         sys.stdout.buffer.write(aside.read())
         return combined(codes)
+
+
+def _workers(config: pytest.Config) -> list[str]:
+    """The port's half is the longer one and waits for processes of its own: two workers and more share its files."""
+    alone = config.option.usepdb or config.option.capture == "no" or getattr(config.option, "numprocesses", None) is not None
+    if alone or not config.pluginmanager.hasplugin("xdist"):
+        return []
+    return ["-n", str(min(4, max(2, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
 
 
 def combined(codes: Sequence[int]) -> int:
