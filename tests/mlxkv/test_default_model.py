@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from mlxkv import selftesting
+from mlxkv.engines.faults import FAULTS
+from mlxkv.judge.trial import RIGHTS
 from oracle.checkpoint import Checkpoint
 
 
@@ -29,18 +30,28 @@ def test_the_default_model_agrees(default_oracle: Path, tmp_path: Path) -> None:
     assert f"{verdict['tables']['cached'][0]['max_abs_ref']:.3f}" == "38.246"
 
 
-@pytest.mark.parametrize(("key", "value", "first"), [("rms_norm_eps", 1.1e-5, 0), ("rope_theta", 100100.0, 1)])
+FOUR = ["attention scale times 1.001", "one stale key row, middle layer", "a chunk's positions +1", "eps times 1.1 in one norm"]
+
+
+def test_four_faults_are_found_in_their_place_and_no_right_run_is_accused() -> None:
+    result = selftesting.run(None, None, faults=FOUR, tiny=False)
+    (trials,) = result.trials.values()
+    assert [t.fault for t in trials] == [*RIGHTS[:2], *(f.name for f in FAULTS if f.name in FOUR)]
+    assert [(t.fault, t.why) for t in trials if not t.passed] == []
+    assert result.exit_code == 0
+
+
 def test_a_slightly_wrong_config_differs_although_every_top_1_is_right(
-    default_oracle: Path, default_checkpoint: Checkpoint, tmp_path: Path, key: str, value: float, first: int
+    default_oracle: Path, default_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     folder = tmp_path / "wrong"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(default_checkpoint.folder / "model.safetensors")
     shutil.copy(default_checkpoint.folder / "tokenizer.json", folder)
-    (folder / "config.json").write_text(json.dumps(default_checkpoint.config | {key: value}))
+    (folder / "config.json").write_text(json.dumps(default_checkpoint.config | {"rope_theta": 100100.0}))
     done = compare(folder, "--oracle", default_oracle, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert verdict["first_wrong"]["position"] == first
+    assert verdict["first_wrong"]["position"] == 1
     assert {g["name"] for g in verdict["gates"] if g["failed"]} >= {"algebra (float64)", "sigma"}
     assert all(p["top1_equal"] == p["rows"] for table in verdict["tables"].values() for p in table)
