@@ -50,11 +50,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def _workers(config: pytest.Config) -> list[str]:
-    """The port's half is the longer one and waits for processes of its own: two workers and more share its files."""
+    """The port's half is the longer one and waits for processes of its own: three workers and more share its files."""
     alone = config.option.usepdb or config.option.capture == "no" or getattr(config.option, "numprocesses", None) is not None
     if alone or not config.pluginmanager.hasplugin("xdist"):
         return []
-    return ["-n", str(min(4, max(2, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
+    return ["-n", str(min(4, max(3, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
 
 
 def combined(codes: Sequence[int]) -> int:

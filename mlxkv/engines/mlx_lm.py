@@ -1,11 +1,12 @@
 """mlx-lm's own Llama follows plans and writes traces. `python -m mlxkv.engines.mlx_lm JOB.json` is a process of its own.
 
-`import mlx_lm` imports transformers, and that imports torch where it is installed: never beside anything else of ours.
+`import mlx_lm` imports transformers, which would import torch: it is made unfindable here, so never beside anything of the oracle's.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,8 @@ def load(folder: str, dtype: str) -> Any:
 
     from mlxkv.port.ops import dtype_of
 
+    # transformers, which mlx-lm imports for its tokenizers, would bring torch in: seconds, and a second BLAS, for nothing.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         from mlx_lm.utils import load_model
     except ImportError as error:
