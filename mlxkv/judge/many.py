@@ -54,6 +54,7 @@ class Prompts:
             "format": FORMAT,
             "outcome": self.outcome,
             "exit_code": self.exit_code,
+            "against": self.verdicts[self.worst].against,
             "scopes": self.scopes,
             "worst": self.worst,
             "subject": {key: of for key, of in about.items() if key not in ("tokens", "prompt_tokens")},

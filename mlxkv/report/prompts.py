@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
@@ -14,10 +15,9 @@ HEAD = ("prompt", "tokens", "sigma", "worst position", "algebra", "cached agains
 
 
 def told(prompts: Prompts) -> str:
-    """The verdict on all in one line."""
-    if prompts.outcome == "agree":
-        return f"agree ({', '.join(prompts.scopes)})"
-    return sentence(prompts.verdicts[prompts.worst])
+    """The verdict on all in one line: the worst prompt's, with what every prompt covers where they agree."""
+    worst = prompts.verdicts[prompts.worst]
+    return sentence(replace(worst, scopes=prompts.scopes) if prompts.outcome == "agree" else worst)
 
 
 def console(prompts: Prompts, *, sides: tuple[Side, Side], report: str) -> str:

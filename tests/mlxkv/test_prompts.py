@@ -194,6 +194,12 @@ def test_the_worst_prompt_decides(verdicts: dict[str, Verdict], outcome: str, co
     assert [p["name"] for p in found.to_json(list(verdicts))["prompts"]] == list(verdicts)
 
 
+def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_and_no_more() -> None:
+    found = Prompts({"a": replace(GOOD, against="transformers"), "b": replace(GOOD, against="transformers", scopes=("logits",))})
+    assert pages.told(found) == "agrees with transformers (logits)"
+    assert (pages.told(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == ("agree (algebra, logits, cache)", "transformers")
+
+
 def test_scopes_are_those_that_every_prompt_covers() -> None:
     assert Prompts({"a": GOOD, "b": replace(GOOD, scopes=("logits", "cache"))}).scopes == ("logits", "cache")
 
