@@ -1,6 +1,7 @@
 """What happens to a machine while `compare` runs: processes killed, disks full, two at once. Nothing is left, nothing is wrong.
 
-MLXKV_KILLS is the number of runs that are killed at a random moment (default 3).
+MLXKV_KILLS is the number of runs that are killed at a random moment (default 3), MLXKV_KILLS_MODEL=default has them on the default
+model instead of a tiny one.
 """
 
 from __future__ import annotations
@@ -76,30 +77,39 @@ def tiny(folder_of: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def victim(tiny: Path, request: pytest.FixtureRequest) -> tuple[Path, float]:
+    """The model of the runs that are killed, and the most seconds they are given."""
+    if os.environ.get("MLXKV_KILLS_MODEL") != "default":
+        return tiny, 20
+    return request.getfixturevalue("default_checkpoint").folder, 60
+
+
+@pytest.fixture(scope="module")
+def whole(victim: tuple[Path, float], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run that nobody disturbed."""
     room = tmp_path_factory.mktemp("whole")
-    done = mlxkv("compare", tiny, *TOKENS, "--out", room / "out", env={"MLXKV_CACHE": str(room / "cache")})
+    done = mlxkv("compare", victim[0], *TOKENS, "--out", room / "out", env={"MLXKV_CACHE": str(room / "cache")})
     assert done.returncode == 0, done.stderr
     return room / "out"
 
 
-def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(victim: tuple[Path, float], whole: Path, tmp_path: Path) -> None:
+    model, most = victim
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     randomly = random.Random(int(os.environ.get("MLXKV_SEED", "1")))
     for _ in range(int(os.environ.get("MLXKV_KILLS", "3"))):
         process = subprocess.Popen(
-            command("compare", tiny, *TOKENS, "--fresh", "--out", tmp_path / "out"),
+            command("compare", model, *TOKENS, "--fresh", "--out", tmp_path / "out"),
             env=os.environ | env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        time.sleep(randomly.uniform(0.2, 20))
+        time.sleep(randomly.uniform(0.2, most))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         gone(tmp_path)
-    done = mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env)
+    done = mlxkv("compare", model, *TOKENS, "--out", tmp_path / "out", env=env)
     assert done.returncode == 0, done.stderr
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
