@@ -15,13 +15,12 @@ from mlxkv.judge.result import plain
 from mlxkv.judge.verdict import current_limits
 from mlxkv.progress import say
 from mlxkv.selftesting import question, random_ids
-from mlxkv.tiny import LAYOUTS, Tiny
+from mlxkv.tiny import LAYOUTS, STDS, Tiny
 from oracle.checkpoint import Checkpoint, require_llama, resolve
 from oracle.plan import Refusal
 
 FORMAT = "mlxkv-calibrate/1"
 ENGINE = "mlxkv.engines.calibrate"
-STDS = (0.02, 0.2)  # of a random model's weights
 
 
 @dataclass(frozen=True, slots=True)

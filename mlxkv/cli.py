@@ -110,11 +110,7 @@ def compare(
     from mlxkv import prompting, reporting
 
     if prompts is not None:
-        _alone(
-            "--prompts",
-            options | {"candidates": candidates, "oracle": oracle_folder},
-            ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates"),
-        )
+        _alone("--prompts", ("prompt", "prompt_file", "tokens", "chunks", "oracle_folder", "candidates"))
     request, command = _request(oracle=oracle_folder, **options), _command_line()
     result: reporting.Compared | prompting.Overview
     if prompts is None:
@@ -315,13 +311,9 @@ def _request(prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ..
 
 def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, *, as_json: bool) -> None:
     """`compare --no-run`, to its exit code. What would shape a run has no meaning, so giving it is a mistake."""
-    from click.core import ParameterSource
-
     from mlxkv import stored
 
-    context, allowed = click.get_current_context(), {"oracle_folder", "candidates", "no_run", "out", "as_json"}
-    given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
-    odd = sorted(set(given) - allowed)
+    odd = sorted(set(_typed()) - {"oracle_folder", "candidates", "no_run", "out", "as_json"})
     if odd or folder is None:
         what = f"{', '.join(odd)} given" if odd else "no --oracle"
         raise Refusal(f"--no-run: {what}, expected --oracle and --candidate, --out and --json alone, as nothing runs")
@@ -330,15 +322,21 @@ def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, 
     sys.exit(judged.verdict.exit_code)
 
 
-def _alone(option: str, given: dict[str, Any], others: tuple[str, ...]) -> None:
+def _alone(option: str, others: tuple[str, ...]) -> None:
     """Refuses options that say of one sequence what `option` says of several."""
-    beside = [
-        f"--{name.removesuffix('s') if name == 'candidates' else name.replace('_', '-')}"
-        for name in others
-        if given[name] not in (None, ())
-    ]
+    typed = _typed()
+    beside = [typed[name] for name in others if name in typed]
     if beside:
         raise Refusal(f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out")
+
+
+def _typed() -> dict[str, str]:
+    """What was given on the command line: each parameter's name, and how its option is spelled."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    given = [p for p in context.command.params if context.get_parameter_source(str(p.name)) == ParameterSource.COMMANDLINE]
+    return {str(p.name): p.opts[0] for p in given}
 
 
 def _command_line() -> str:

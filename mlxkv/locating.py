@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from mlxkv.progress import say
 from mlxkv.report import locate as report
 from mlxkv.report import plots
 from mlxkv.report.markdown import cause as cause_of
+from mlxkv.report.text import pretty
 from oracle import trace
 from oracle.checkpoint import Checkpoint, resolve
 from oracle.plan import Call, Plan, Refusal
@@ -188,7 +188,7 @@ def _rendered(case: Case, located: Sequence[Located], engines: Sequence[str], ou
     strip = located[0].strip
     first = located[0]
     at = (first.layer, first.position) if first.layer is not None and first.position is not None else None
-    files = {"locate.json": json.dumps(_json(located, engines), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"}
+    files = {"locate.json": pretty(_json(located, engines))}
     if strip is not None:
         title = f"{manifest.name}, {manifest.dtype}: {strip.unit}"
         files["locate.svg"] = plots.heat_strip(strip, texts=manifest.texts, at=at, title=title)

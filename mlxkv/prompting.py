@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxkv import prompts as sources
@@ -13,6 +13,7 @@ from mlxkv.judge.many import Prompts
 from mlxkv.prompts import Prompt
 from mlxkv.report import plots
 from mlxkv.report import prompts as pages
+from mlxkv.report.text import pretty
 from oracle import trace
 from oracle.checkpoint import resolve
 
@@ -32,10 +33,8 @@ class Overview:
 
     def as_json(self) -> str:
         """`mlxkv-prompts/1`, with what each prompt's processes took; the engine's are shared by all."""
-        took = {
-            n: {k: asdict(t) if t else None for k, t in c.took.items()} for n, c in zip(self.prompts.verdicts, self.compared, strict=True)
-        }
-        return json.dumps(json.loads(self.files["compare.json"]) | {"took": took}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        took = {name: each.spent for name, each in zip(self.prompts.verdicts, self.compared, strict=True)}
+        return pretty(json.loads(self.files["compare.json"]) | {"took": took})
 
     def text(self, out: Path) -> str:
         """What a person reads in the terminal."""
@@ -48,8 +47,7 @@ def compare(request: session.Request, source: str, out: Path, *, command: str) -
     prompts = sources.named(source)
     session.claim(out)
     overview = judged(request, prompts, commands=[command])
-    for name, content in overview.files.items():
-        trace.write_text(out / name, content)
+    trace.write_texts(out, overview.files)
     return overview
 
 
@@ -58,13 +56,14 @@ def judged(request: session.Request, prompts: Sequence[Prompt], *, commands: Seq
     requests = [replace(request, name=p.name, prompt=p.text, tokens=p.tokens, steps=p.steps or request.steps) for p in prompts]
     with session.run_all(requests, meanwhile=plots.load) as runs:
         compared = tuple(reporting.judged(each, commands=commands) for each in runs)
+        # The oracle's greedy tokens are the only part that is of one prompt.
+        oracle = {key: value for key, value in runs[0].case.manifest.environment.items() if key != "generated"}
+        environment = {runs[0].engine: compared[0].environment, "oracle": oracle}
     names = [prompt.name for prompt in prompts]
     found = Prompts({name: each.verdict for name, each in zip(names, compared, strict=True)})
     files = {f"{name}/{file}": text for name, each in zip(names, compared, strict=True) for file, text in each.files.items()}
-    environment = json.loads(compared[0].files["compare.json"])["environment"]
-    environment["oracle"].pop("generated", None)  # the only part that is of one prompt
     value = found.to_json(names) | {"environment": environment}
-    files["compare.json"] = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    files["compare.json"] = pretty(value)
     files["compare.md"] = pages.markdown(found, sides=compared[0].sides[:2], commands=commands, folders=names)
     return Overview(found, compared, files)
 

@@ -17,15 +17,13 @@ from mlxkv.judge.result import Verdict, join
 from mlxkv.judge.suspects import find
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import markdown, plots
+from mlxkv.report.text import pretty
 from oracle import tokens, trace
 from oracle.plan import Refusal
 
 if TYPE_CHECKING:
     from mlxkv import calibrating, selftesting
     from mlxkv.pitfalls import Matrix
-
-NAMES = ("compare.svg", "compare.json", "compare.md")
-"""The files of one comparison; the Markdown last, since it links to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +45,14 @@ class Compared:
         worst = join(v.outcome for v in both)
         return next(v.exit_code for v in both if v.outcome == worst)
 
+    @property
+    def spent(self) -> dict[str, Any]:
+        """What each process took, as plain values; None where its result was reused."""
+        return {name: asdict(t) if t else None for name, t in self.took.items()}
+
     def as_json(self) -> str:
         """The verdict as `mlxkv-verdict/1`, with what each process took (null: its result was reused)."""
-        took = {name: asdict(t) if t else None for name, t in self.took.items()}
-        return json.dumps(json.loads(self.files["compare.json"]) | {"took": took}, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        return pretty(json.loads(self.files["compare.json"]) | {"took": self.spent})
 
     def text(self, out: Path) -> str:
         """What a person reads in the terminal."""
@@ -61,12 +63,6 @@ class Compared:
         cause = f"{self.third.subject.engine}: cause: {markdown.cause(self.third)}\n" if self.third.cause else ""
         return f"{text}{cause}{self.third.subject.engine}: {markdown.sentence(self.third)}\n"
 
-    def write(self, out: Path) -> list[Path]:
-        """The files, each whole or not there."""
-        for name in NAMES:
-            trace.write_text(out / name, self.files[name])
-        return [out / name for name in NAMES]
-
 
 def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] = (), command: str) -> Compared:
     """Runs, judges and writes a report into `out`."""
@@ -74,7 +70,7 @@ def compare(request: session.Request, out: Path, *, candidates: Sequence[Path] =
     session.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
         compared = judged(runs, third, commands=[command])
-    compared.write(out)
+    trace.write_texts(out, compared.files)
     return compared
 
 
@@ -90,7 +86,7 @@ def judged(runs: session.Runs, third: Sequence[trace.Trace] = (), *, commands: S
     sides = [markdown.side(runs.arithmetic[0].meta), markdown.oracle_side(case.manifest)]
     sides += [markdown.side(t.meta) for t in third[:1]]
     continuation = _continuation(runs)
-    files = {
+    files = {  # the Markdown last, since it links to the others
         "compare.svg": _plot(verdict, case),
         "compare.json": _json(verdict, other, runs, continuation),
         "compare.md": markdown.compare_report(
@@ -147,7 +143,7 @@ def _json(verdict: Verdict, other: Verdict | None, runs: session.Runs, continuat
         "third": other.to_json() if other else None,
         "environment": {runs.engine: runs.arithmetic[0].meta.environment, "oracle": manifest.environment},
     }
-    return _pretty(value)
+    return pretty(value)
 
 
 def _continuation(runs: session.Runs) -> markdown.Continuation:
@@ -166,8 +162,7 @@ def pitfalls(out: Path, *, as_json: bool, command: str, **options: Any) -> tuple
     session.claim(out)
     matrix = scenes.run(request)
     files = matrix_files(matrix, commands=[command])
-    for name, content in files.items():
-        trace.write_text(out / name, content)
+    trace.write_texts(out, files)
     printed = files["pitfalls.json"] if as_json else pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
     return printed, matrix.exit_code
 
@@ -178,7 +173,7 @@ def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
 
     tokenizer = tokens.load(matrix.checkpoint.folder)
     text = (lambda ids: tokenizer.decode(list(ids))) if tokenizer else (lambda _: "")
-    return {"pitfalls.json": _pretty(matrix.to_json()), "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
+    return {"pitfalls.json": pretty(matrix.to_json()), "pitfalls.md": scenes.report(matrix, text=text, commands=commands)}
 
 
 def selftest(
@@ -193,8 +188,7 @@ def selftest(
     if power is not None:
         selftesting.write_power(power, result)
     files = selftest_files(result, commands=[command])
-    for name, content in files.items():
-        trace.write_text(out / name, content)
+    trace.write_texts(out, files)
     text = pages.console(result.trials, dtype=result.dtype, report=str(out / "selftest.md"))
     return files["selftest.json"] if as_json else text, result.exit_code
 
@@ -204,7 +198,7 @@ def selftest_files(result: selftesting.Result, *, commands: Sequence[str]) -> di
     from mlxkv.report import selftest as pages
 
     value = result.to_json()
-    return {"selftest.json": _pretty(value), "selftest.md": pages.markdown(result.trials, value, commands=commands)}
+    return {"selftest.json": pretty(value), "selftest.md": pages.markdown(result.trials, value, commands=commands)}
 
 
 def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
@@ -215,8 +209,7 @@ def calibrate(model: str | None, revision: str | None, out: Path, *, as_json: bo
     session.claim(out)
     result = calibrating.run(model, revision, **options)
     files = calibration_files(result, commands=[command])
-    for name, content in files.items():
-        trace.write_text(out / name, content)
+    trace.write_texts(out, files)
     text = pages.console(result.ranges, result.accused, dtype=result.dtype, report=str(out / "calibration.md"))
     return files["calibration.json"] if as_json else text, result.exit_code
 
@@ -226,7 +219,7 @@ def calibration_files(result: calibrating.Result, *, commands: Sequence[str]) ->
     from mlxkv.report import calibrate as pages
 
     value = result.to_json()
-    return {"calibration.json": _pretty(value), "calibration.md": pages.markdown(result.ranges, result.accused, value, commands=commands)}
+    return {"calibration.json": pretty(value), "calibration.md": pages.markdown(result.ranges, result.accused, value, commands=commands)}
 
 
 def bench(
@@ -259,7 +252,3 @@ def bench(
     if as_json:
         return json.dumps(benches.to_json(speeds, takes, environment), indent=1) + "\n"
     return benches.text(checkpoint.name, speeds, takes, environment)
-
-
-def _pretty(value: Any) -> str:
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"

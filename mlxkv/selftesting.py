@@ -18,7 +18,7 @@ from mlxkv.judge import power
 from mlxkv.judge.trial import PLAIN, RIGHTS, Trial, unseen
 from mlxkv.judge.verdict import current_limits
 from mlxkv.progress import say
-from mlxkv.tiny import LAYOUTS, Tiny
+from mlxkv.tiny import LAYOUTS, STDS, Tiny
 from oracle import tokens as tokenizers
 from oracle import trace
 from oracle.checkpoint import Checkpoint, require_llama, resolve
@@ -29,7 +29,7 @@ FORMAT = "mlxkv-selftest/1"
 ENGINE = "mlxkv.engines.selftest"
 PROMPT = "The river that runs through the old city was the first thing that every traveller asked about, and the last thing they saw"
 STEPS = 16
-TINY = tuple(Tiny(layout, std, seed) for layout in LAYOUTS for std in (0.02, 0.2) for seed in (0, 1))
+TINY = tuple(Tiny(layout, std, seed) for layout in LAYOUTS for std in STDS for seed in (0, 1))
 _TOKENS = 24  # of a random model's prompt
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from mlxkv.judge.result import Verdict, plain
 from mlxkv.judge.verdict import judge
 from mlxkv.report import delta as pages
 from mlxkv.report import markdown
+from mlxkv.report.text import pretty
 from oracle import trace
 from oracle.plan import Refusal
 from oracle.trace import Manifest
@@ -28,7 +28,7 @@ def delta(paths: Sequence[Path], *, as_json: bool) -> str:
         return pages.console(traces, compared)
     files = [{"path": str(t.path), "rows": len(t.positions)} | t.meta.to_json() for t in traces]
     pairs = [{"a": c.a, "b": c.b, "positions": c.positions} | _numbers(c) for c in compared]
-    return json.dumps(plain({"format": DELTA, "traces": files, "pairs": pairs}), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return pretty(plain({"format": DELTA, "traces": files, "pairs": pairs}))
 
 
 def _numbers(compared: stored.Compared) -> dict[str, object]:
@@ -58,8 +58,7 @@ def compare(folder: Path, candidates: Sequence[Path], out: Path, *, command: str
         "compare.json": _json(verdict, case.manifest, traces[0]),
         "compare.md": markdown.compare_report(verdict, case.manifest, sides=sides, commands=[command]),
     }
-    for name, content in files.items():
-        trace.write_text(out / name, content)
+    trace.write_texts(out, files)
     (out / "compare.svg").unlink(missing_ok=True)  # of an earlier run
     text = markdown.console_report(verdict, case.manifest, sides=sides, report=str(out / "compare.md"))
     return Judged(verdict, text, files)
@@ -71,4 +70,4 @@ def _json(verdict: Verdict, manifest: Manifest, first: trace.Trace) -> str:
         "prompt": manifest.prompt,
         "environment": {first.meta.engine: plain(first.meta.environment), "oracle": plain(manifest.environment)},
     }
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return pretty(value)

@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gqa": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "mqa": {"num_key_value_heads": 1, "tie_word_embeddings": False},
 }
+STDS = (0.02, 0.2)
+"""Standard deviations of the weights: as models are initialised, and ten times that, where attention is sharp."""
 COMMON: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

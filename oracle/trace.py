@@ -237,6 +237,12 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Text files by their names in `folder`, in the order given, each whole or not there."""
+    for name, text in texts.items():
+        write_text(folder / name, text)
+
+
 def unwritable(path: Path, error: OSError) -> Refusal:
     """The one line for an output that could not be written."""
     return Refusal(f"{path}: cannot be written ({error.strerror or error}); choose another folder or free some space")

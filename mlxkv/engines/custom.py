@@ -13,17 +13,18 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.plan import Plan, Refusal
-from oracle.trace import sha256, write
+from oracle.trace import sha256
 
 CONVENTION = "expected mlx-lm's convention: model(tokens, cache=cache) -> logits (B, L, V), and make_cache() -> one cache per layer"
 
@@ -220,7 +221,6 @@ def load(source: Source, folder: str, dtype: str) -> Any:
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     from mlxkv import runtime
-    from mlxkv.progress import bar
 
     source = find(job.custom)
     environment = runtime.prepare(job.device, threads=job.threads)
@@ -230,13 +230,8 @@ def follow(job: Job) -> None:
     model = load(source, str(checkpoint.folder), job.dtype)
     said = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
     meta = job.meta(checkpoint, said, engine=source.name, version="")
-    seconds = 0.0
-    with bar(f"{source.name} ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
-        for plan in job.plans:
-            runner = Runner(model, plan, name=source.name, vocab=checkpoint.vocab_size).run(advance)
-            seconds += runner.seconds
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
-    job.report(seconds)
+    label = f"{source.name} ({job.dtype}, {environment['device']})"
+    runner.follow(job, label, lambda plan: (Runner(model, plan, name=source.name, vocab=checkpoint.vocab_size), meta))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.plan import Plan, Refusal
-from oracle.trace import write
+from oracle.trace import Meta
 
 CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
 
@@ -136,7 +137,6 @@ def _rope(model: Any) -> str:
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     from mlxkv import runtime
-    from mlxkv.progress import bar
 
     environment = runtime.prepare(job.device, threads=job.threads)
     from oracle.checkpoint import resolve
@@ -146,15 +146,12 @@ def follow(job: Job) -> None:
     model = load(str(checkpoint.folder), job.dtype)
     said = environment | versions | {"rope": _rope(model)}
     meta = job.meta(checkpoint, said, engine="mlx-lm", version=runtime.version("mlx-lm"))
-    seconds = 0.0
-    with bar(f"mlx-lm ({job.dtype}, {environment['device']})", sum(len(p.steps) for p in job.plans)) as advance:
-        for plan in job.plans:
-            kind = job.caches.get(plan.name, "KVCache")
-            runner = Runner(model, plan, cache=kind).run(advance)
-            seconds += runner.seconds
-            told = meta.environment | {"cache": kind}
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes, environment=told), runner.arrays())
-    job.report(seconds)
+
+    def begin(plan: Plan) -> tuple[Runner, Meta]:
+        kind = job.caches.get(plan.name, "KVCache")
+        return Runner(model, plan, cache=kind), replace(meta, environment=meta.environment | {"cache": kind})
+
+    runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import PlanRunner, host
 from oracle.plan import Plan, Refusal
-from oracle.trace import Meta, Trace, write
+from oracle.trace import Meta, Trace
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
@@ -28,8 +29,9 @@ Array = npt.NDArray[Any]
 class Runner(PlanRunner):
     """Follows one plan on a model."""
 
-    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True, cache_dtype: str | None = None) -> None:
+    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True, cache_dtype: str | None = None, keep_masks: bool = False) -> None:
         super().__init__(plan)
+        self.keep_masks = keep_masks
         self.model = model
         self.guarded = guarded
         self.cache_dtype = cache_dtype
@@ -80,6 +82,10 @@ class Runner(PlanRunner):
                 if layer.keys is not None and layer.values is not None:
                     yield name, i, layer.keys[0], layer.values[0]
 
+    def arrays(self) -> dict[str, Array]:
+        """With the masks, where they are kept."""
+        return super().arrays() | (self.masks() if self.keep_masks else {})
+
     def masks(self) -> dict[str, Array]:
         """The masks that each cache has built, 1 hides a key: `mask/<cache>/<new>x<all>` (new, all) uint8."""
         return {f"mask/{name}/{L}x{S}": np.array(m) for name, cache in self.caches.items() for (L, S), m in cache.masks.items()}
@@ -104,7 +110,6 @@ def run(model: Llama, plan: Plan, *, meta: Meta | None = None, guarded: bool = T
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     from mlxkv import runtime
-    from mlxkv.progress import bar
 
     environment = runtime.prepare("cpu" if job.dtype == "float64" else job.device, threads=job.threads)
     from mlxkv.port.weights import from_checkpoint
@@ -121,15 +126,12 @@ def follow(job: Job) -> None:
 
         job.report(taps.follow(job, model, meta))
         return
-    seconds = 0.0
     label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
-    with bar(label, sum(len(p.steps) for p in job.plans)) as advance:
-        for plan in job.plans:
-            runner = Runner(model, plan, guarded=job.guarded, cache_dtype=job.caches.get(plan.name)).run(advance)
-            seconds += runner.seconds
-            arrays = runner.arrays() | (runner.masks() if job.masks else {})
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), arrays)
-    job.report(seconds)
+
+    def begin(plan: Plan) -> tuple[Runner, Meta]:
+        return Runner(model, plan, guarded=job.guarded, cache_dtype=job.caches.get(plan.name), keep_masks=job.masks), meta
+
+    runner.follow(job, label, begin)
 
 
 def probe() -> dict[str, float]:

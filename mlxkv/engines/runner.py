@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxkv.engines.job import Job
+from mlxkv.progress import bar
 from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
-from oracle.trace import Outcome
+from oracle.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
 
@@ -124,6 +127,18 @@ class PlanRunner(ABC):
                 position = {"right": position + len(tokens), "zero": position, "by_calls": step.index_pos + calls}[step.advance]
             tokens = (chosen[-1],)
         return chosen
+
+
+def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]]) -> None:
+    """Each of the job's plans by what `begin` gives for it: a trace of each, and word of the seconds in forward calls."""
+    seconds = 0.0
+    with bar(label, sum(len(plan.steps) for plan in job.plans)) as advance:
+        for plan in job.plans:
+            runner, meta = begin(plan)
+            runner.run(advance)
+            seconds += runner.seconds
+            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+    job.report(seconds)
 
 
 def host(array: Any) -> Array:

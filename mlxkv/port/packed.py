@@ -17,38 +17,40 @@ if TYPE_CHECKING:
     from oracle.checkpoint import Checkpoint
 
 
-class PackedLinear(nn.Module):
-    """x @ weight.T + bias, where weight (out, in) is q * scale + bias of its group: `weight` holds the words of q."""
-
-    def __init__(self, *, bits: int, group_size: int, bias: bool = False) -> None:
-        super().__init__()
-        self.bits, self.group_size = bits, group_size
-        self.weight, self.scales, self.biases = mx.zeros((0,), mx.uint32), mx.zeros((0,)), mx.zeros((0,))
-        if bias:
-            self.bias = mx.zeros((0,))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., in] -> [..., out]"""
-        out = product(x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size)
-        return out + self.bias if "bias" in self else out
-
-
-class PackedEmbedding(nn.Module):
-    """Rows of a packed weight (V, E), unpacked when they are looked up."""
+class Packed(nn.Module):
+    """A weight (out, in) that is q * scale + bias of its group: `weight` holds the words of q."""
 
     def __init__(self, *, bits: int, group_size: int) -> None:
         super().__init__()
         self.bits, self.group_size = bits, group_size
         self.weight, self.scales, self.biases = mx.zeros((0,), mx.uint32), mx.zeros((0,)), mx.zeros((0,))
 
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x [..., in] times its transpose -> [..., out]; of an embedding a tied head."""
+        return product(x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size)
+
+
+class PackedLinear(Packed):
+    """x @ weight.T + bias."""
+
+    def __init__(self, *, bits: int, group_size: int, bias: bool = False) -> None:
+        super().__init__(bits=bits, group_size=group_size)
+        if bias:
+            self.bias = mx.zeros((0,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] -> [..., out]"""
+        out = self.as_linear(x)
+        return out + self.bias if "bias" in self else out
+
+
+class PackedEmbedding(Packed):
+    """Rows of a packed weight (V, E), unpacked when they are looked up."""
+
     def __call__(self, ids: mx.array) -> mx.array:
         """[B, L] -> [B, L, E]"""
         rows = self.weight[ids], self.scales[ids], self.biases[ids]
         return mx.dequantize(*rows, group_size=self.group_size, bits=self.bits)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """A tied head: [..., E] -> [..., V]"""
-        return product(x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size)
 
 
 def product(x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int) -> mx.array:

@@ -14,6 +14,11 @@ Row = Sequence[str]
 _UNSAID = ("generated",)  # stands under Tokens
 
 
+def pretty(value: Any) -> str:
+    """JSON for a report's file: the same bytes for the same value."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def quoted(text: str) -> str:
     """A token or a prompt in quotes; what cannot be printed is escaped, so that no text can steer a terminal."""
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
