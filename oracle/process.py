@@ -29,12 +29,10 @@ def own_folder(base: Path, *, prefix: str, suffix: str = "") -> Iterator[Path]:
     """
     for left in base.glob(f"{glob.escape(prefix)}????????{glob.escape(suffix)}"):
         _sweep(left)
-    folder, handle = _claimed(base, prefix, suffix)
-    try:
+    with contextlib.ExitStack() as stack:
+        while (folder := _claimed(base / f"{prefix}{secrets.token_hex(4)}{suffix}", stack)) is None:
+            pass
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -64,18 +62,22 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _claimed(base: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    while True:
-        folder = base / f"{prefix}{secrets.token_hex(4)}{suffix}"
-        folder.mkdir(parents=True)
-        with contextlib.suppress(FileNotFoundError):
-            handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            # A sweeper that saw the folder before it was locked has removed it by now.
-            if folder.exists():
-                return folder, handle
-            os.close(handle)
+def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path | None:
+    """The folder, made and locked until the stack ends; None where a sweeper took it before it was locked."""
+    if folder.exists():
+        return None
+    # Before it is there: a signal that comes as soon as it is must find who removes it.
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, handle)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        # A sweeper that saw the folder before it was locked has removed it by now.
+        if folder.exists():
+            return folder
+    return None
 
 
 def _sweep(folder: Path) -> None:

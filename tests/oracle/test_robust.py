@@ -280,6 +280,24 @@ def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("moment", ["mkdir", "open", "flock"])
+def test_a_folder_goes_with_a_signal_that_comes_as_soon_as_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    owner = {"mkdir": Path, "open": process.os, "flock": process.fcntl}[moment]
+    real = getattr(owner, moment)
+
+    def stopped(*arguments: object, **options: object) -> None:
+        real(*arguments, **options)
+        monkeypatch.undo()
+        sys.exit(143)
+
+    monkeypatch.setattr(owner, moment, stopped)
+    with pytest.raises(SystemExit), process.own_folder(tmp_path, prefix=".out.", suffix=".part"):
+        pytest.fail("the signal came first")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_killed_while_it_writes_is_swept_by_the_next(model: Path, tmp_path: Path) -> None:
     command = [*PYTHON, "run", str(model), "--tokens", "1,2,3", "--threads", "1", "--out", str(tmp_path / "out")]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
