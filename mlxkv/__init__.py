@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 
     from mlxkv import testing
     from mlxkv.port.cache import Cache, CacheError
-    from mlxkv.port.config import LlamaConfig
+    from mlxkv.port.config.llama import LlamaConfig
     from mlxkv.port.llama import Llama
     from mlxkv.port.weights import load
 
 __all__ = ["Cache", "CacheError", "Llama", "LlamaConfig", "load", "testing"]
 
-_HOMES = {"Cache": "cache", "CacheError": "cache", "Llama": "llama", "LlamaConfig": "config", "load": "weights"}
+_HOMES = {
+    "Cache": "cache",
+    "CacheError": "cache",
+    "Llama": "llama",
+    "LlamaConfig": "config.llama",
+    "load": "weights",
+}
 
 
 def __getattr__(name: str) -> Any:

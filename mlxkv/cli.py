@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
-import signal
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from oracle import process
-from oracle.plan import Refusal
+from oracle.formats import exits
+from oracle.formats.errors import Refusal
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -22,7 +19,9 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 
     name = "n,n,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """A tuple, or click's usage error."""
         if isinstance(value, tuple):
             return value
@@ -62,11 +61,21 @@ _run = _options(
     click.option("--prompt", help="Text to start from  [default: The capital of France is]"),
     click.option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
     click.option("--tokens", type=Numbers(), help="Token ids to start from."),
-    click.option("--steps", type=click.IntRange(1), help="Greedy tokens to choose; the last is not fed  [default: 20]"),
-    click.option("--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."),
+    click.option(
+        "--steps",
+        type=click.IntRange(1),
+        help="Greedy tokens to choose; the last is not fed  [default: 20]",
+    ),
+    click.option(
+        "--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."
+    ),
     click.option("--dtype", type=DTYPES, help="What both engines compute in  [default: float32]"),
-    click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs."),
-    click.option("--threads", type=click.IntRange(1), help="Threads of the oracle  [default: one per core]"),
+    click.option(
+        "--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs."
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1), help="Threads of the oracle  [default: one per core]"
+    ),
 )
 
 
@@ -82,9 +91,24 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
-@click.option("--prompts", metavar="FILE|builtin", help="Many prompts: JSON lines, or a text a line; the worst decides.")
-@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is judged.")
-@click.option("--oracle", "oracle_folder", type=FOLDER, help="A folder from `mlxkv-oracle run`, made here or elsewhere.")
+@click.option(
+    "--prompts",
+    metavar="FILE|builtin",
+    help="Many prompts: JSON lines, or a text a line; the worst decides.",
+)
+@click.option(
+    "--engine",
+    metavar="[port|mlx-lm|FILE.py:load]",
+    default="port",
+    show_default=True,
+    help="Whose Llama is judged.",
+)
+@click.option(
+    "--oracle",
+    "oracle_folder",
+    type=FOLDER,
+    help="A folder from `mlxkv-oracle run`, made here or elsewhere.",
+)
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
 @click.option(
     "--candidate",
@@ -93,11 +117,27 @@ def cli() -> None:
     multiple=True,
     help="A trace of a third engine, judged too and shown beside.",
 )
-@click.option("--no-run", is_flag=True, help="Judge the --candidate traces by the --oracle folder alone; MLX is not needed.")
-@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option(
+    "--no-run",
+    is_flag=True,
+    help="Judge the --candidate traces by the --oracle folder alone; MLX is not needed.",
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path("mlxkv-report"),
+    show_default=True,
+    help="Where the report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def compare(
-    prompts: str | None, oracle_folder: Path | None, candidates: tuple[Path, ...], no_run: bool, out: Path, as_json: bool, **options: Any
+    prompts: str | None,
+    oracle_folder: Path | None,
+    candidates: tuple[Path, ...],
+    no_run: bool,
+    out: Path,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
@@ -107,10 +147,14 @@ def compare(
     """
     if no_run:
         _judge_stored(oracle_folder, candidates, out, as_json=as_json)
-    from mlxkv import prompting, reporting
+    from mlxkv.commands.compare import many as prompting
+    from mlxkv.commands.compare import run as reporting
 
     if prompts is not None:
-        _alone("--prompts", ("prompt", "prompt_file", "tokens", "chunks", "oracle_folder", "candidates"))
+        _alone(
+            "--prompts",
+            ("prompt", "prompt_file", "tokens", "chunks", "oracle_folder", "candidates"),
+        )
     request, command = _request(oracle=oracle_folder, **options), _command_line()
     result: reporting.Compared | prompting.Overview
     if prompts is None:
@@ -130,31 +174,46 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
     Exit code 0 when they were compared, whatever the numbers: nothing is judged. 2 when they cannot be: other weights,
     other tokens, another vocabulary.
     """
-    from mlxkv import stored
+    from mlxkv.commands.compare import delta as room
 
     if len(traces) < 2:
         raise Refusal(f"delta: {len(traces)} traces, expected two or more; give their files")
-    _print(stored.delta(traces, as_json=as_json))
+    _print(room.delta(traces, as_json=as_json))
 
 
 @cli.command()
 @_model
 @click.option("--prompt", help="The first prompt  [default: The capital of France is]")
-@click.option("--other-prompt", help="Another that begins alike  [default: The capital of Germany is]")
+@click.option(
+    "--other-prompt", help="Another that begins alike  [default: The capital of Germany is]"
+)
 @click.option("--tokens", type=Numbers(), help="The first prompt as token ids.")
 @click.option("--other-tokens", type=Numbers(), help="The other as token ids.")
-@click.option("--steps", type=click.IntRange(3), default=20, show_default=True, help="Greedy tokens after each prompt.")
+@click.option(
+    "--steps",
+    type=click.IntRange(3),
+    default=20,
+    show_default=True,
+    help="Greedy tokens after each prompt.",
+)
 @click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
-@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path("mlxkv-report"),
+    show_default=True,
+    help="Where the report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
 def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
     """Run every right and wrong use of a cache on transformers, the port in candle's mode, the guarded port and mlx-lm.
 
     Exit code 0 when every system behaved as documented, 1 when one did not, which is news.
     """
-    from mlxkv import reporting
 
-    text, exit_code = reporting.pitfalls(out, as_json=as_json, command=_command_line(), **options)
+    from mlxkv.commands.pitfalls import run as room
+
+    text, exit_code = room.publish(out, as_json=as_json, command=_command_line(), **options)
     _print(text)
     sys.exit(exit_code)
 
@@ -162,79 +221,164 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
 @cli.command()
 @_model
 @_run
-@click.option("--engine", metavar="[port|mlx-lm|FILE.py:load]", default="port", show_default=True, help="Whose Llama is looked into.")
-@click.option("--oracle", "oracle_folder", type=FOLDER, help="As for compare; --taps of `mlxkv-oracle run` say what it records.")
+@click.option(
+    "--engine",
+    metavar="[port|mlx-lm|FILE.py:load]",
+    default="port",
+    show_default=True,
+    help="Whose Llama is looked into.",
+)
+@click.option(
+    "--oracle",
+    "oracle_folder",
+    type=FOLDER,
+    help="As for compare; --taps of `mlxkv-oracle run` say what it records.",
+)
 @click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
-@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="A trace of a third engine, looked into too.")
-@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option(
+    "--candidate",
+    "candidates",
+    type=FOLDER,
+    multiple=True,
+    help="A trace of a third engine, looked into too.",
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path("mlxkv-report"),
+    show_default=True,
+    help="Where the report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
-def locate(oracle_folder: Path | None, fresh: bool, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+def locate(
+    oracle_folder: Path | None,
+    fresh: bool,
+    candidates: tuple[Path, ...],
+    out: Path,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
 
     Of another engine only the logits and the cache can be seen: position, layer, keys or values, head.
 
     Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
     """
-    from mlxkv import locating
+    from mlxkv.commands.locate import run as locating
 
-    search = locating.locate(_request(oracle=oracle_folder, fresh=fresh, **options), out, candidates=candidates, command=_command_line())
+    search = locating.locate(
+        _request(oracle=oracle_folder, fresh=fresh, **options),
+        out,
+        candidates=candidates,
+        command=_command_line(),
+    )
     _print(search.files["locate.json"] if as_json else search.text)
     sys.exit(search.exit_code)
 
 
 @cli.command()
 @_model
-@click.option("--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]")
+@click.option(
+    "--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]"
+)
 @click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
-@click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in.")
-@click.option("--power", type=FOLDER, help="Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.")
-@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option(
+    "--real/--no-real", default=True, show_default=True, help="MODEL, or the default model."
+)
+@click.option(
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in."
+)
+@click.option(
+    "--power",
+    type=FOLDER,
+    help="Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.",
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path("mlxkv-report"),
+    show_default=True,
+    help="Where the report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON.")
-def selftest(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
+def selftest(
+    model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any
+) -> None:
     """Put known faults into the port and see that each is found, in its place, and that no correct run is accused.
 
     Exit code 0 when nothing was missed and nobody accused, else 1.
     """
-    from mlxkv import reporting
 
-    text, exit_code = reporting.selftest(model, revision, out, as_json=as_json, command=_command_line(), **options)
+    from mlxkv.commands.selftest import run as room
+
+    text, exit_code = room.publish(
+        model, revision, out, as_json=as_json, command=_command_line(), **options
+    )
     _print(text)
     sys.exit(exit_code)
 
 
 @cli.command()
 @_model
-@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Correct runs on each model.")
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Correct runs on each model.",
+)
+@click.option(
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in."
+)
 @click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
-@click.option("--real/--no-real", default=True, show_default=True, help="MODEL, or the default model.")
-@click.option("--out", type=FOLDER, default=Path("mlxkv-report"), show_default=True, help="Where the report goes.")
+@click.option(
+    "--real/--no-real", default=True, show_default=True, help="MODEL, or the default model."
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    default=Path("mlxkv-report"),
+    show_default=True,
+    help="Where the report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as JSON.")
-def calibrate(model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any) -> None:
+def calibrate(
+    model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any
+) -> None:
     """Measure what correct runs read at every gate, beside its limit: on several models, prompts and all plans.
 
     Exit code 0 when every correct run is within every limit, else 1.
     """
-    from mlxkv import reporting
 
-    text, exit_code = reporting.calibrate(model, revision, out, as_json=as_json, command=_command_line(), **options)
+    from mlxkv.commands.selftest import calibrate as room
+
+    text, exit_code = room.publish(
+        model, revision, out, as_json=as_json, command=_command_line(), **options
+    )
     _print(text)
     sys.exit(exit_code)
 
 
 @cli.command()
-@click.option("--check", is_flag=True, help="Make them again in a scratch folder and compare with the committed ones.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Make them again in a scratch folder and compare with the committed ones.",
+)
 @click.option("--only", type=REPORTS, multiple=True, help="Some of the parts  [default: all]")
 @click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
-@click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are.")
+@click.option(
+    "--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are."
+)
 @click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
-def reports(check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str) -> None:
+def reports(
+    check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str
+) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits with 1 and a diff otherwise.
     """
-    from mlxkv import reports as parts
+    from mlxkv.commands import reports as parts
 
     if check:
         differences = parts.check(out, only=only, device=device)
@@ -248,27 +392,56 @@ def reports(check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], ou
 @_model
 @click.option("--dtype", type=DTYPES, default="float32", show_default=True)
 @click.option("--device", type=DEVICES, default="auto", show_default=True)
-@click.option("--prefill", type=Numbers(), default="128,1024", show_default=True, help="Prompt lengths.")
-@click.option("--decode", type=click.IntRange(1), default=32, show_default=True, help="Tokens decoded after each.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each engine per length.")
-@click.option("--compare/--no-compare", "with_compare", default=True, help="Also time a first and a second compare.")
+@click.option(
+    "--prefill", type=Numbers(), default="128,1024", show_default=True, help="Prompt lengths."
+)
+@click.option(
+    "--decode",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Tokens decoded after each.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Turns of each engine per length.",
+)
+@click.option(
+    "--compare/--no-compare",
+    "with_compare",
+    default=True,
+    help="Also time a first and a second compare.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def bench(model: str | None, as_json: bool, **options: Any) -> None:
     """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
-    from mlxkv import reporting
 
-    _print(reporting.bench(model, as_json=as_json, **options))
+    from mlxkv.commands import bench as room
+
+    _print(room.run(model, as_json=as_json, **options))
 
 
 @cli.command()
 @_model
 @click.option("--prompt", default="The capital of France is", show_default=True)
-@click.option("-n", "--steps", type=click.IntRange(1), default=50, show_default=True, help="Tokens to generate.")
+@click.option(
+    "-n",
+    "--steps",
+    type=click.IntRange(1),
+    default=50,
+    show_default=True,
+    help="Tokens to generate.",
+)
 @click.option("--dtype", type=DTYPES, default="float32", show_default=True)
 @click.option("--device", type=DEVICES, default="auto", show_default=True)
-def generate(model: str | None, prompt: str, steps: int, dtype: str, device: str, **source: Any) -> None:
+def generate(
+    model: str | None, prompt: str, steps: int, dtype: str, device: str, **source: Any
+) -> None:
     """Stream greedy text from the port."""
-    from mlxkv import show
+    from mlxkv.commands import show
 
     for piece in show.generate(model, prompt, steps, dtype=dtype, device=device, **source):
         _print(piece)
@@ -280,7 +453,7 @@ def generate(model: str | None, prompt: str, steps: int, dtype: str, device: str
 @click.option("--json", "as_json", is_flag=True)
 def inspect(model: str | None, as_json: bool, **source: Any) -> None:
     """Show a checkpoint's config, RoPE, cache layout and bytes, and which config keys were ignored and why."""
-    from mlxkv import show
+    from mlxkv.commands import show
 
     _print(show.inspect(model, as_json=as_json, **source))
 
@@ -288,35 +461,51 @@ def inspect(model: str | None, as_json: bool, **source: Any) -> None:
 @cli.command()
 def doctor() -> None:
     """Say what is installed, which device and BLAS MLX would use, and where the caches are."""
-    from mlxkv import show
+    from mlxkv.commands import show
 
     text, exit_code = show.doctor()
     _print(text)
     sys.exit(exit_code)
 
 
-def _request(prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any) -> Any:
-    from mlxkv.session import Request
+def _request(
+    prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
+) -> Any:
+    from mlxkv.commands.compare.session import Request
 
-    given = [name for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens)) if value is not None]
+    given = [
+        name
+        for name, value in (
+            ("--prompt", prompt),
+            ("--prompt-file", prompt_file),
+            ("--tokens", tokens),
+        )
+        if value is not None
+    ]
     if len(given) > 1:
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise Refusal(f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
+            raise Refusal(
+                f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path"
+            ) from error
     return Request(prompt=prompt, tokens=tokens, **rest)
 
 
-def _judge_stored(folder: Path | None, candidates: tuple[Path, ...], out: Path, *, as_json: bool) -> None:
+def _judge_stored(
+    folder: Path | None, candidates: tuple[Path, ...], out: Path, *, as_json: bool
+) -> None:
     """`compare --no-run`, to its exit code. What would shape a run has no meaning, so giving it is a mistake."""
-    from mlxkv import stored
+    from mlxkv.commands import judge as stored
 
     odd = sorted(set(_typed()) - {"oracle_folder", "candidates", "no_run", "out", "as_json"})
     if odd or folder is None:
         what = f"{', '.join(odd)} given" if odd else "no --oracle"
-        raise Refusal(f"--no-run: {what}, expected --oracle and --candidate, --out and --json alone, as nothing runs")
+        raise Refusal(
+            f"--no-run: {what}, expected --oracle and --candidate, --out and --json alone, as nothing runs"
+        )
     judged = stored.compare(folder, candidates, out, command=_command_line())
     _print(judged.files["compare.json"] if as_json else judged.text)
     sys.exit(judged.verdict.exit_code)
@@ -327,7 +516,9 @@ def _alone(option: str, others: tuple[str, ...]) -> None:
     typed = _typed()
     beside = [typed[name] for name in others if name in typed]
     if beside:
-        raise Refusal(f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out")
+        raise Refusal(
+            f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out"
+        )
 
 
 def _typed() -> dict[str, str]:
@@ -335,7 +526,11 @@ def _typed() -> dict[str, str]:
     from click.core import ParameterSource
 
     context = click.get_current_context()
-    given = [p for p in context.command.params if context.get_parameter_source(str(p.name)) == ParameterSource.COMMANDLINE]
+    given = [
+        p
+        for p in context.command.params
+        if context.get_parameter_source(str(p.name)) == ParameterSource.COMMANDLINE
+    ]
     return {str(p.name): p.opts[0] for p in given}
 
 
@@ -353,40 +548,17 @@ def _print(text: str) -> None:
     except OSError as error:
         # What is left in the buffer would fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise Refusal(f"standard output: cannot be written ({error.strerror}); give it somewhere to go") from error
+        raise Refusal(
+            f"standard output: cannot be written ({error.strerror}); give it somewhere to go"
+        ) from error
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """The exit code of one command line, run in this process."""
+    return exits.invoke(cli, arguments)
 
 
 def main() -> None:
-    """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either.
-
-    A fault of ours shows its traceback and is 2 too: 1 means that the engines differ.
-    """
-    from mlxkv.engines import AlreadySaid
-
-    # What stops this process must let it stop its engines and remove what it has half written.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    process.end_with_parent()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
-    try:
-        sys.exit(cli(standalone_mode=False))
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except click.ClickException as error:
-        print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
-    except Refusal as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    except AlreadySaid:
-        pass
-    except MemoryError:
-        print("error: too little memory for this model and sequence; take fewer tokens or another machine", file=sys.stderr)
-    except OSError as error:
-        what = f"{error.filename or 'this system'}: {error.strerror or error}"
-        print(f"error: {' '.join(what.split())}; free some space or name another folder", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Python answers an interrupt on its way out with a traceback too.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(2)
+    """The console script."""
+    exits.answer_signals()
+    exits.console(cli)

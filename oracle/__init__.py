@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from oracle.folder import run
-    from oracle.plan import Plan
-    from oracle.trace import Trace
+    from oracle.formats.plan import Plan
+    from oracle.formats.trace import Trace
 
 __all__ = ["Plan", "Trace", "run"]
-_HOME = {"Plan": "oracle.plan", "Trace": "oracle.trace", "run": "oracle.folder"}
+_HOME = {"Plan": "oracle.formats.plan", "Trace": "oracle.formats.trace", "run": "oracle.folder"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,12 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from oracle import floors, mean, packing, reference, trace, truth
-from oracle.config import Config
-from oracle.neighbour import Neighbour
-from oracle.plan import Call, Greedy, New, Plan, Refusal
+from oracle.formats import disk, run_folder, trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Greedy, New, Plan
+from oracle.formats.run_folder import Manifest
+from oracle.formats.trace import Array, Trace
+from oracle.model import packing
+from oracle.pool import errors as floors
+from oracle.pool import mean, reference
+from oracle.pool.neighbour import Neighbour
 from oracle.question import Progress, Question
-from oracle.trace import Array, Manifest, Trace
+from oracle.truth import llama as truth
+from oracle.truth.config import Config
 
 # A proof of the truth, and what chose its limit. Right, the first reads 1e-14; any wrong mask, position or cache row makes it
 # 1e-5 or more. Right, the second reads 5e-8 to 1e-7 on text and up to 5.1e-7 on random or repeated ids, where one early
@@ -44,24 +50,32 @@ class _Pool:
     left_out: dict[str, float]
 
 
-def write(question: Question, folder: Path, *, keep_pool: bool = False, progress: Progress | None = None) -> Manifest:
+def write(
+    question: Question, folder: Path, *, keep_pool: bool = False, progress: Progress | None = None
+) -> Manifest:
     """Everything but the manifest into `folder`, and the manifest."""
     reference.set_up(question.threads)
     tell = progress or (lambda what, done, total: None)
     pool = _pool(question, folder, tell)
     for name, plan in pool.plans.items():
-        trace.write_text(folder / "plans" / f"{name}.json", json.dumps(plan.to_json(), sort_keys=True) + "\n")
+        disk.write_text(
+            folder / "plans" / f"{name}.json", json.dumps(plan.to_json(), sort_keys=True) + "\n"
+        )
     environment = reference.environment() | {"dtype": question.dtype, "attention": pool.kinds[-1]}
     members = {name: trace.read(folder / file) for name, file in pool.files.items()}
     if isinstance(question.config, Neighbour):
-        true = mean.write(folder / trace.MEAN, pool.plans["full"], members, environment=environment)
+        true = mean.write(
+            folder / run_folder.MEAN, pool.plans["full"], members, environment=environment
+        )
         proofs = mean.proofs(true, members, pool.double, dtype=question.dtype)
     else:
         true, proofs = _truth(question, question.config, folder, pool, environment, progress)
     tell("measuring the pool", 0, 1)
     distinct = floors.write(folder / "floors.safetensors", true, members, kinds=pool.kinds)
     step, full = (members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
-    proofs["reference_step_full_max"] = max(float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full))
+    proofs["reference_step_full_max"] = max(
+        float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full)
+    )
     if not keep_pool:
         for file in pool.files.values():
             if file.startswith("pool-"):
@@ -78,11 +92,16 @@ def write(question: Question, folder: Path, *, keep_pool: bool = False, progress
 
 
 def _truth(
-    question: Question, config: Config, folder: Path, pool: _Pool, environment: Mapping[str, Any], progress: Progress | None
+    question: Question,
+    config: Config,
+    folder: Path,
+    pool: _Pool,
+    environment: Mapping[str, Any],
+    progress: Progress | None,
 ) -> tuple[Trace, dict[str, float]]:
     """The truth's trace and its proofs."""
     most, apart = write_truth(
-        folder / trace.TRUTH,
+        folder / run_folder.TRUTH,
         truth.Weights(question.checkpoint, dtype=question.dtype),
         config,
         plan=pool.plans["full"],
@@ -91,7 +110,7 @@ def _truth(
         environment=environment,
         progress=progress,
     )
-    true = trace.read(folder / trace.TRUTH)
+    true = trace.read(folder / run_folder.TRUTH)
     return true, _proofs(true, pool.double, most, apart)
 
 
@@ -112,14 +131,23 @@ def write_truth(
     """
     call = plan.steps[-1]
     if not isinstance(call, Call) or len(plan.steps) > 2:
-        raise ValueError(f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache")
+        raise ValueError(
+            f"truth: plan {plan.name!r} has {len(plan.steps)} steps, expected one call on a new cache"
+        )
     n, shapes = len(call.tokens), config.taps(len(call.tokens))
     kv = (config.n_kv_heads, n, config.head_dim)
     names = {"keys": f"kv/{call.cache}/{{:03d}}/keys", "values": f"kv/{call.cache}/{{:03d}}/values"}
     names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
-    arrays: dict[str, tuple[type, tuple[int, ...]]] = {"positions": (np.int32, (n,)), "steps": (np.int32, (n,))}
+    arrays: dict[str, tuple[type, tuple[int, ...]]] = {
+        "positions": (np.int32, (n,)),
+        "steps": (np.int32, (n,)),
+    }
     arrays["logits"] = (np.float64, (n, config.vocab_size))
-    arrays |= {name.format(i): (np.float64, shapes.get(key, kv)) for key, name in names.items() for i in range(config.n_layers)}
+    arrays |= {
+        name.format(i): (np.float64, shapes.get(key, kv))
+        for key, name in names.items()
+        for i in range(config.n_layers)
+    }
     meta = _meta(weights, plan, environment)
     with trace.writer(path, meta, arrays) as out:
 
@@ -127,7 +155,9 @@ def write_truth(
             for key, tensor in seen.items():
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
-        streams = truth.follow(weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress)
+        streams = truth.follow(
+            weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress
+        )
         most, apart = truth.write_logits(streams, weights.head(config), out.arrays["logits"])
         out.arrays["positions"][...] = np.arange(n)
         out.arrays["steps"][...] = len(plan.steps) - 1
@@ -158,7 +188,9 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
     if question.steps:
         tell("greedy tokens", 0, 1)
         greedy = Plan("greedy", (New("a"), Greedy("a", question.tokens, 0, question.steps)), "last")
-        generated = _whole(model.run(greedy, attention=model.kinds[-1])).meta.outcomes[1].tokens or []
+        generated = (
+            _whole(model.run(greedy, attention=model.kinds[-1])).meta.outcomes[1].tokens or []
+        )
     plans = question.plans(generated)
     files = _files(plans, model.kinds)
     for i, (name, file) in enumerate(files.items()):
@@ -169,9 +201,15 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
     tell("transformers in float64", 0, 1)
     tokens = _proof_tokens(question, generated)
     if not isinstance(question.config, Neighbour):
-        return _Pool(generated, plans, model.kinds, files, model.double(tokens, rows=PROOF_POSITIONS), {})
+        return _Pool(
+            generated, plans, model.kinds, files, model.double(tokens, rows=PROOF_POSITIONS), {}
+        )
     doubles = {kind: _double(model, tokens, kind) for kind in model.kinds}
-    apart = {kind: value for kind, value in mean.faithful(doubles).items() if not value <= mean.KINDS_APART}
+    apart = {
+        kind: value
+        for kind, value in mean.faithful(doubles).items()
+        if not value <= mean.KINDS_APART
+    }
     for name in [name for name in files if name.split("-")[0] in apart]:
         (folder / files.pop(name)).unlink()
     kinds = tuple(kind for kind in model.kinds if kind not in apart)
@@ -180,7 +218,9 @@ def _pool(question: Question, folder: Path, tell: Progress) -> _Pool:
 
 def _double(model: reference.Reference, tokens: list[int], kind: str) -> Array:
     try:
-        return model.double(tokens, rows=PROOF_POSITIONS, attention="eager" if kind == "eager" else "sdpa")
+        return model.double(
+            tokens, rows=PROOF_POSITIONS, attention="eager" if kind == "eager" else "sdpa"
+        )
     except Exception as error:  # code that names a dtype of its own does not run in another
         why = " ".join(str(error).split())[:200]
         raise Refusal(
@@ -201,7 +241,9 @@ def _whole(made: Trace) -> Trace:
     """The trace, once every step of it went well and every number is finite."""
     for i, outcome in enumerate(made.meta.outcomes):
         if outcome.error:
-            raise Refusal(f"{made.label}: step {i} failed ({outcome.error}), expected logits; the model cannot be judged on these tokens")
+            raise Refusal(
+                f"{made.label}: step {i} failed ({outcome.error}), expected logits; the model cannot be judged on these tokens"
+            )
     floors.require_finite(made)
     return made
 
@@ -209,18 +251,36 @@ def _whole(made: Trace) -> Trace:
 def _files(plans: Mapping[str, Plan], kinds: Sequence[str]) -> dict[str, str]:
     """The pool's members and their files; those of the last kind are the references that stay."""
     members = {name: name.split("-") for name in floors.members_of(plans, kinds)}
-    return {name: f"{'reference-' + plan if kind == kinds[-1] else 'pool-' + name}.safetensors" for name, (kind, plan) in members.items()}
+    return {
+        name: f"{'reference-' + plan if kind == kinds[-1] else 'pool-' + name}.safetensors"
+        for name, (kind, plan) in members.items()
+    }
 
 
 def _proofs(true: Trace, double: Array, most: float, apart: float) -> dict[str, float]:
     if not most > 0:
-        raise Refusal(f"{true.label}: every logit is 0, expected a trained model's; check the weights")
+        raise Refusal(
+            f"{true.label}: every logit is 0, expected a trained model's; check the weights"
+        )
     error = double - true.logits[: len(double)]
-    measured = {"truth_agreement": apart / most, "transformers_double": float(np.sqrt(np.mean(error * error))) / most}
-    return measured | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()} | {"truth_max": most}
+    measured = {
+        "truth_agreement": apart / most,
+        "transformers_double": float(np.sqrt(np.mean(error * error))) / most,
+    }
+    return (
+        measured
+        | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()}
+        | {"truth_max": most}
+    )
 
 
-def _manifest(question: Question, folder: Path, pool: _Pool, proofs: dict[str, float], environment: dict[str, Any]) -> Manifest:
+def _manifest(
+    question: Question,
+    folder: Path,
+    pool: _Pool,
+    proofs: dict[str, float],
+    environment: dict[str, Any],
+) -> Manifest:
     checkpoint, sequence = question.checkpoint, question.sequence(pool.generated)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return Manifest(
@@ -236,7 +296,7 @@ def _manifest(question: Question, folder: Path, pool: _Pool, proofs: dict[str, f
         tokens=sequence,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         plans={name: plan.digest for name, plan in pool.plans.items()},
-        files={path.relative_to(folder).as_posix(): trace.sha256(path) for path in files},
+        files={path.relative_to(folder).as_posix(): disk.sha256(path) for path in files},
         proofs=proofs,
         environment=environment,
         inputs=question.digest(),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import signal
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oracle import process
-from oracle.plan import Refusal
+from oracle.formats import exits
+from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
     from oracle.question import Progress
@@ -42,18 +39,56 @@ def cli() -> None:
 @click.option("--prompt", help="Text to start from.")
 @click.option("--prompt-file", type=_FOLDER, help="A UTF-8 text file to start from.")
 @click.option("--tokens", metavar="N,N,...", help="Token ids to start from.")
-@click.option("--prompt-tokens", type=int, help="With --steps 0: how many of --tokens are the prompt  [default: all]")
-@click.option("--steps", type=click.IntRange(0), default=20, show_default=True, help="Greedy tokens after the prompt.")
-@click.option("--chunks", metavar="N,N,...", help="Sizes in which the chunked plan sends the prompt  [default: 3/5 and the rest]")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--prompt-tokens",
+    type=int,
+    help="With --steps 0: how many of --tokens are the prompt  [default: all]",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="Greedy tokens after the prompt.",
+)
+@click.option(
+    "--chunks",
+    metavar="N,N,...",
+    help="Sizes in which the chunked plan sends the prompt  [default: 3/5 and the rest]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+)
 @click.option("--out", type=_FOLDER, required=True, help="The folder to make.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
 @click.option("--revision", help="The commit of a Hub model.")
-@click.option("--ignore-key", "ignore_keys", metavar="NAME", multiple=True, help="A key of config.json to take out, though unknown.")
-@click.option("--taps", metavar="NAME,...", default="hidden", show_default=True, help="Places inside a layer that the truth records.")
+@click.option(
+    "--ignore-key",
+    "ignore_keys",
+    metavar="NAME",
+    multiple=True,
+    help="A key of config.json to take out, though unknown.",
+)
+@click.option(
+    "--taps",
+    metavar="NAME,...",
+    default="hidden",
+    show_default=True,
+    help="Places inside a layer that the truth records.",
+)
 @click.option("--keep-pool", is_flag=True, help="Keep the eager runs too.")
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier run left.")
-def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks: str | None, taps: str, **options: Any) -> None:
+def run(
+    prompt: str | None,
+    prompt_file: Path | None,
+    tokens: str | None,
+    chunks: str | None,
+    taps: str,
+    **options: Any,
+) -> None:
     """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model."""
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
     given = [name for name, value in sources.items() if value is not None]
@@ -63,7 +98,8 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from oracle import folder
 
-    _answer_signals()
+    # Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
+    exits.answer_signals()
     with _progress() as progress:
         manifest = folder.run(
             prompt=_read(prompt_file) if prompt_file else prompt,
@@ -81,10 +117,30 @@ def run(prompt: str | None, prompt_file: Path | None, tokens: str | None, chunks
 
 @cli.command()
 @click.argument("model", required=False)
-@click.option("--plan", "plans", type=_FOLDER, multiple=True, required=True, help="A plan to follow; may be given again.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
-@click.option("--ignore-key", "ignore_keys", metavar="NAME", multiple=True, help="A key of config.json to take out, though unknown.")
-@click.option("--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors.")
+@click.option(
+    "--plan",
+    "plans",
+    type=_FOLDER,
+    multiple=True,
+    required=True,
+    help="A plan to follow; may be given again.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+)
+@click.option(
+    "--ignore-key",
+    "ignore_keys",
+    metavar="NAME",
+    multiple=True,
+    help="A key of config.json to take out, though unknown.",
+)
+@click.option(
+    "--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors."
+)
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
 @click.option("--revision", help="The commit of a Hub model.")
 def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any) -> None:
@@ -92,7 +148,8 @@ def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from oracle import folder
 
-    _answer_signals()
+    # Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
+    exits.answer_signals()
     with _progress() as progress:
         written = folder.follow(model, plans=plans, out=out, progress=progress, **options)
     click.echo("\n".join(map(str, written)))
@@ -107,7 +164,9 @@ def check(folder: Path, as_json: bool) -> None:
 
     manifest = folders.check(folder)
     whole = [f"{folder}: {len(manifest.files)} files, whole and finite", *folders.proofs(manifest)]
-    click.echo(json.dumps(asdict(manifest), sort_keys=True, indent=1) if as_json else "\n".join(whole))
+    click.echo(
+        json.dumps(asdict(manifest), sort_keys=True, indent=1) if as_json else "\n".join(whole)
+    )
 
 
 @cli.command()
@@ -116,9 +175,14 @@ def check(folder: Path, as_json: bool) -> None:
 def show(folder: Path, as_json: bool) -> None:
     """Say what a run folder holds, and what to copy to the machine with MLX."""
     from oracle import folder as folders
-    from oracle.trace import read_manifest
+    from oracle.formats.run_folder import read_manifest
 
-    click.echo(json.dumps(asdict(read_manifest(folder)), sort_keys=True, indent=1) + "\n" if as_json else folders.show(folder), nl=False)
+    click.echo(
+        json.dumps(asdict(read_manifest(folder)), sort_keys=True, indent=1) + "\n"
+        if as_json
+        else folders.show(folder),
+        nl=False,
+    )
 
 
 @cli.command()
@@ -135,7 +199,7 @@ def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -
     from oracle.folder import require
 
     require("torch")
-    from oracle.suspects import write
+    from oracle.truth.suspects import write
 
     with _progress() as progress:
         write(folder, out, model=model, revision=revision, progress=progress)
@@ -153,17 +217,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path") from error
-
-
-def _answer_signals() -> None:
-    """From here on what stops this process, kill among it, must let it remove what it has half written.
-
-    Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    process.end_with_parent()
+        raise Refusal(
+            f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path"
+        ) from error
 
 
 @contextmanager
@@ -179,36 +235,16 @@ def _progress() -> Iterator[Progress | None]:
     columns = TimeElapsedColumn(), BarColumn(), TextColumn("{task.description}")
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading the model", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total if total > 1 else None)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total if total > 1 else None
+        )
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """The exit code of one command line, run in this process."""
+    return exits.invoke(cli, arguments)
 
 
 def main() -> None:
-    """The console script: refusals are one line and exit code 2, an interrupt is 130; never a traceback for either."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
-    try:
-        sys.exit(cli(standalone_mode=False))
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except (click.ClickException, Refusal) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(2)
-    except MemoryError:
-        print("error: too little memory for this model and sequence; take fewer tokens or another machine", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        what = f"{error.filename or 'this system'}: {error.strerror or error}"
-        print(f"error: {' '.join(what.split())}; free some space or name another folder", file=sys.stderr)
-        sys.exit(2)
-    except Exception:
-        # A fault of ours: 1 would mean that something differs.
-        traceback.print_exc()
-        sys.exit(2)
-    finally:
-        # Python answers an interrupt on its way out with a traceback too.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The console script."""
+    exits.console(cli)

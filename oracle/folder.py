@@ -16,18 +16,34 @@ from typing import Unpack
 
 import numpy as np
 
-from oracle import floors
-from oracle import plan as plan_files
-from oracle.checkpoint import require_llama, resolve
-from oracle.plan import Call, Plan, Refusal, judged_plans
-from oracle.process import own_folder
+from oracle.formats import plan as plan_files
+from oracle.formats.disk import own_folder, unwritable
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Plan, judged_plans
+from oracle.formats.run_folder import MEAN, TRUTH, Manifest, read_manifest, write_manifest
+from oracle.formats.trace import read, read_arrays, write
+from oracle.model.checkpoint import require_llama, resolve
+from oracle.pool import errors as floors
 from oracle.question import Asked, Note, Progress, ask, check_threads
-from oracle.trace import MEAN, TRUTH, Manifest, read, read_arrays, read_manifest, unwritable, write, write_manifest
 
-_OURS = ("manifest.json", "plans", TRUTH, MEAN, "floors.safetensors", "reference-*.safetensors", "pool-*.safetensors")
+_OURS = (
+    "manifest.json",
+    "plans",
+    TRUTH,
+    MEAN,
+    "floors.safetensors",
+    "reference-*.safetensors",
+    "pool-*.safetensors",
+)
 _PROOFS = {
-    TRUTH: {"truth_agreement": "step, chunked and full agree to", "transformers_double": "transformers' .double() is within"},
-    MEAN: {"members_apart": "no run of the pool is from its mean by more than", "mean_double": "transformers' .double() is within"},
+    TRUTH: {
+        "truth_agreement": "step, chunked and full agree to",
+        "transformers_double": "transformers' .double() is within",
+    },
+    MEAN: {
+        "members_apart": "no run of the pool is from its mean by more than",
+        "mean_double": "transformers' .double() is within",
+    },
 }
 
 
@@ -80,12 +96,14 @@ def follow(
     found = [plan_files.read(path) for path in plans]
     twice = {plan.name for plan in found if [p.name for p in found].count(plan.name) > 1}
     if twice:
-        raise Refusal(f"plans: {min(twice)} is the name of more than one, expected one trace a name; rename one")
+        raise Refusal(
+            f"plans: {min(twice)} is the name of more than one, expected one trace a name; rename one"
+        )
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     require_llama(checkpoint)
     if progress:
         progress("loading torch and transformers", 0, 1)
-    from oracle import reference
+    from oracle.pool import reference
 
     reference.set_up(threads)
     engine, written = reference.Reference(checkpoint, dtype=dtype), []
@@ -106,17 +124,25 @@ def check(folder: Path | str) -> Manifest:
     wanted = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
     for name in (manifest.measure, "floors.safetensors", *wanted):
         if name not in manifest.files:
-            raise Refusal(f"{folder}: no {name} in manifest.json, expected one; copy or make the folder again")
+            raise Refusal(
+                f"{folder}: no {name} in manifest.json, expected one; copy or make the folder again"
+            )
     for name in sorted(manifest.files):
         if name.endswith(".safetensors") and name != "floors.safetensors":
-            plan = found["full" if name == manifest.measure else name.removesuffix(".safetensors").split("-")[-1]]
+            plan = found[
+                "full"
+                if name == manifest.measure
+                else name.removesuffix(".safetensors").split("-")[-1]
+            ]
             _check_trace(folder / name, manifest, plan)
     _check_floors(folder / "floors.safetensors", manifest)
     for name in _PROOFS[manifest.measure]:
         value, limit = _proof(manifest, name)
         if not value <= limit:
             what = "truth" if manifest.has_truth else "mean"
-            raise Refusal(f"{folder}: {name} is {value:.3g}, expected at most {limit:g}; nothing can be judged by this {what}")
+            raise Refusal(
+                f"{folder}: {name} is {value:.3g}, expected at most {limit:g}; nothing can be judged by this {what}"
+            )
     return manifest
 
 
@@ -129,12 +155,20 @@ def show(folder: Path | str) -> str:
     note = f" ({m.note})" if m.note else ""
     prompt = f"{m.prompt!r}, " if m.prompt is not None else ""
     portable = m.source == "default" or m.note.split(",")[0] == "hub"
-    command = f"mlxkv compare --oracle {folder.name}" if portable else f"mlxkv compare MODEL --oracle {folder.name}"
+    command = (
+        f"mlxkv compare --oracle {folder.name}"
+        if portable
+        else f"mlxkv compare MODEL --oracle {folder.name}"
+    )
     lines = [
         f"model        {m.name}{note}, {m.dtype}",
         f"source       {m.source}{' at ' + m.revision if m.revision else ''}",
         f"fingerprint  {m.fingerprint}",
-        *([] if m.has_truth else [f"measure      the mean of {_runs(m)}: there is no truth for this architecture"]),
+        *(
+            []
+            if m.has_truth
+            else [f"measure      the mean of {_runs(m)}: there is no truth for this architecture"]
+        ),
         f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, and {len(m.tokens) - m.prompt_tokens} after them",
         f"made with    torch {m.environment.get('torch')}, transformers {m.environment.get('transformers')}, "
         f"{m.environment.get('threads')} threads, {m.environment.get('os')}",
@@ -146,7 +180,9 @@ def show(folder: Path | str) -> str:
         f"Copy the whole folder ({total}) to the machine with MLX and run there: {command}",
     ]
     if not portable:
-        lines.append(f"MODEL is the same checkpoint on that machine: its fingerprint must be {m.fingerprint[:16]}...")
+        lines.append(
+            f"MODEL is the same checkpoint on that machine: its fingerprint must be {m.fingerprint[:16]}..."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +191,9 @@ def proofs(manifest: Manifest) -> list[str]:
     lines, most = [], "max |T|" if manifest.has_truth else "max |mean|"
     for name, words in _PROOFS[manifest.measure].items():
         value, limit = _proof(manifest, name)
-        lines.append(f"{words} {value:.1e} of {most} (limit {limit:.0e}): {'holds' if value <= limit else 'FAILS'}")
+        lines.append(
+            f"{words} {value:.1e} of {most} (limit {limit:.0e}): {'holds' if value <= limit else 'FAILS'}"
+        )
     return lines
 
 
@@ -169,7 +207,9 @@ def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
     """A proof's measured value and its limit; one that is not there is not a pass."""
     value, limit = manifest.proofs.get(name), manifest.proofs.get(f"{name}_limit")
     if not isinstance(value, float) or not isinstance(limit, float):
-        raise Refusal(f"manifest.json: proof {name} is {value!r} with limit {limit!r}, expected two numbers; make the folder again")
+        raise Refusal(
+            f"manifest.json: proof {name} is {value!r} with limit {limit!r}, expected two numbers; make the folder again"
+        )
     return value, limit
 
 
@@ -177,11 +217,19 @@ def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
     found = {name: plan_files.read(folder / "plans" / f"{name}.json") for name in manifest.plans}
     for name, plan in found.items():
         if plan.digest != manifest.plans[name]:
-            raise Refusal(f"{folder / 'plans' / name}.json: digest {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make it again")
+            raise Refusal(
+                f"{folder / 'plans' / name}.json: digest {plan.digest[:16]}, expected {manifest.plans[name][:16]}; make it again"
+            )
     full = found["full"].steps[-1] if "full" in found else None
     wanted = set(judged_plans(manifest.tokens, prompt=manifest.prompt_tokens)) - {"chunked"}
-    if not isinstance(full, Call) or list(full.tokens) != manifest.tokens or not wanted <= set(found):
-        raise Refusal(f"{folder}: plans {', '.join(found)} are not those of the manifest's {len(manifest.tokens)} tokens; make it again")
+    if (
+        not isinstance(full, Call)
+        or list(full.tokens) != manifest.tokens
+        or not wanted <= set(found)
+    ):
+        raise Refusal(
+            f"{folder}: plans {', '.join(found)} are not those of the manifest's {len(manifest.tokens)} tokens; make it again"
+        )
     return found
 
 
@@ -199,20 +247,32 @@ def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
     }
     for what, (value, wanted) in expected.items():
         if value != wanted:
-            raise Refusal(f"{path}: {what} is {str(value)[:40]}, expected {str(wanted)[:40]}; make the folder again")
+            raise Refusal(
+                f"{path}: {what} is {str(value)[:40]}, expected {str(wanted)[:40]}; make the folder again"
+            )
     floors.require_finite(trace)
 
 
 def _check_floors(path: Path, manifest: Manifest) -> None:
     meta, arrays = read_arrays(path)
     members, kinds, n = meta.get("members"), meta.get("kinds"), len(manifest.tokens)
-    if meta.get("format") != floors.FORMAT or not isinstance(members, list) or not isinstance(kinds, list):
-        raise Refusal(f"{path}: format is {meta.get('format')!r}, expected {floors.FORMAT!r}; make the folder again")
-    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {"cached": len(kinds)}
+    if (
+        meta.get("format") != floors.FORMAT
+        or not isinstance(members, list)
+        or not isinstance(kinds, list)
+    ):
+        raise Refusal(
+            f"{path}: format is {meta.get('format')!r}, expected {floors.FORMAT!r}; make the folder again"
+        )
+    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {
+        "cached": len(kinds)
+    }
     for name, rows in wanted.items():
         shape = arrays[name].shape if name in arrays else ()
         if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():
-            raise Refusal(f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again")
+            raise Refusal(
+                f"{path}: {name} has shape {list(shape)}, expected {rows} by {n} finite numbers; make the folder again"
+            )
 
 
 def require(*packages: str) -> None:
@@ -227,7 +287,9 @@ def _place(out: Path, *, force: bool) -> Iterator[Path]:
     """An empty folder beside `out`, which takes its place if the block succeeds and is removed if it does not."""
     with ExitStack() as stack:
         try:
-            part = stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=".part"))
+            part = stack.enter_context(
+                own_folder(out.parent, prefix=f".{out.name}.", suffix=".part")
+            )
             old = stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=".old"))
         except OSError as error:
             raise unwritable(out, error) from error
@@ -253,14 +315,22 @@ def _check_place(out: Path, *, force: bool) -> None:
     if above is None:
         raise Refusal(f"{out}: the root of the file system, expected a new folder; choose another")
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise Refusal(f"{out}: cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}; choose another folder")
+        raise Refusal(
+            f"{out}: cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}; choose another folder"
+        )
     if not os.path.isdir(out):
         if os.path.lexists(out):
             raise Refusal(f"{out}: exists and is no folder, expected a new one; choose another")
         return
     names = sorted(path.name for path in out.iterdir())
-    foreign = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in _OURS)]
+    foreign = [
+        name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in _OURS)
+    ]
     if foreign:
-        raise Refusal(f"{out}: holds {foreign[0]}, expected a new folder or one that the oracle made; choose another")
+        raise Refusal(
+            f"{out}: holds {foreign[0]}, expected a new folder or one that the oracle made; choose another"
+        )
     if names and not force:
-        raise Refusal(f"{out}: holds the oracle's files already; replace them with --force or choose another folder")
+        raise Refusal(
+            f"{out}: holds the oracle's files already; replace them with --force or choose another folder"
+        )

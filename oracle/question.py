@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from oracle import tokens as tokenizers
-from oracle.checkpoint import Checkpoint, is_neighbour, resolve
-from oracle.config import Config, check_weights, config_of
-from oracle.neighbour import Neighbour, neighbour_of
-from oracle.plan import Call, Plan, Refusal, judged_plans
-from oracle.scaling import Dynamic, LongRope
-from oracle.trace import inputs_digest
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Plan, judged_plans
+from oracle.formats.run_folder import inputs_digest
+from oracle.model import tokenizer as tokenizers
+from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
+from oracle.pool.neighbour import Neighbour, neighbour_of
+from oracle.truth.config import Config, check_weights, config_of
+from oracle.truth.rope import Dynamic, LongRope
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
 Progress = Callable[[str, int, int], None]
@@ -120,7 +121,11 @@ class Question:
         if "chunked" in plans:
             sizes = [len(step.tokens) for step in plans["chunked"].steps if isinstance(step, Call)]
             chunks = sizes[: len(sizes) - (n - p)]
-        ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [size for size in [*chunks, n - p] if size]}
+        ways = {
+            "full": [n],
+            "step": [p] + [1] * (n - p),
+            "chunked": [size for size in [*chunks, n - p] if size],
+        }
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
     def estimate(self) -> str:
@@ -132,7 +137,9 @@ class Question:
         size = sum(math.prod(shape) for shape in shapes.values())
         n, singles = self.length, self.length - self.prompt_tokens + self.steps
         decode = (3 * singles * DTYPES[self.dtype] + 8 * singles) * size / _BYTES
-        prefill = 2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS  # six whole calls, three ways in float64 at half the speed
+        prefill = (
+            2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS
+        )  # six whole calls, three ways in float64 at half the speed
         return _IMPORTS + decode + prefill
 
     def _bytes(self) -> float:
@@ -140,7 +147,10 @@ class Question:
         if isinstance(c, Neighbour):
             return (8 + 5 * 4) * n * (c.vocab_size + c.cache_width)
         kv = 2 * c.n_layers * c.n_kv_heads * c.head_dim * n
-        tapped = sum(math.prod(shape) for name, shape in c.taps(n).items() if name in self.taps) * c.n_layers
+        tapped = (
+            sum(math.prod(shape) for name, shape in c.taps(n).items() if name in self.taps)
+            * c.n_layers
+        )
         return 8 * (n * c.vocab_size + kv + tapped) + 5 * 4 * (n * c.vocab_size + kv)
 
 
@@ -159,15 +169,34 @@ class Asked(TypedDict, total=False):
     ignore_keys: Sequence[str]
 
 
-def ask(model: str | None = None, *, progress: Progress | None = None, note: Note | None = None, **asked: Unpack[Asked]) -> Question:
+def ask(
+    model: str | None = None,
+    *,
+    progress: Progress | None = None,
+    note: Note | None = None,
+    **asked: Unpack[Asked],
+) -> Question:
     """The question, or the one line that says why it cannot be asked."""
-    prompt, tokens, prompt_tokens = asked.get("prompt"), asked.get("tokens"), asked.get("prompt_tokens")
+    prompt, tokens, prompt_tokens = (
+        asked.get("prompt"),
+        asked.get("tokens"),
+        asked.get("prompt_tokens"),
+    )
     steps, chunks, threads = asked.get("steps", 20), asked.get("chunks"), asked.get("threads")
     _check_options(asked, steps)
-    checkpoint = resolve(model, revision=asked.get("revision"), ignore_keys=asked.get("ignore_keys", ()), progress=progress)
+    checkpoint = resolve(
+        model,
+        revision=asked.get("revision"),
+        ignore_keys=asked.get("ignore_keys", ()),
+        progress=progress,
+    )
     config = _config(checkpoint)
     tokenizer = tokenizers.load(checkpoint.folder)
-    ids = list(tokens) if tokens is not None else _encode(checkpoint.folder, tokenizer, prompt or "", note)
+    ids = (
+        list(tokens)
+        if tokens is not None
+        else _encode(checkpoint.folder, tokenizer, prompt or "", note)
+    )
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
     question = Question(
         checkpoint=checkpoint,
@@ -195,9 +224,16 @@ def _config(checkpoint: Checkpoint) -> Config | Neighbour:
 
 
 def _check_options(asked: Asked, steps: int) -> None:
-    prompt, tokens, prompt_tokens, threads = asked.get("prompt"), asked.get("tokens"), asked.get("prompt_tokens"), asked.get("threads")
+    prompt, tokens, prompt_tokens, threads = (
+        asked.get("prompt"),
+        asked.get("tokens"),
+        asked.get("prompt_tokens"),
+        asked.get("threads"),
+    )
     if (prompt is None) == (tokens is None):
-        raise Refusal(f"prompt: {'neither text nor' if prompt is None else 'text and'} token ids given, expected one of them")
+        raise Refusal(
+            f"prompt: {'neither text nor' if prompt is None else 'text and'} token ids given, expected one of them"
+        )
     dtype = asked.get("dtype", "float32")
     if dtype not in DTYPES:
         raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -208,21 +244,31 @@ def _check_options(asked: Asked, steps: int) -> None:
         return
     given = len(tokens or ())
     if tokens is None or type(prompt_tokens) is not int or not 1 <= prompt_tokens <= given:
-        raise Refusal(f"prompt-tokens: {prompt_tokens!r}, expected 1 to the number of token ids given, {given}")
+        raise Refusal(
+            f"prompt-tokens: {prompt_tokens!r}, expected 1 to the number of token ids given, {given}"
+        )
     if prompt_tokens < given and steps:
-        raise Refusal(f"prompt-tokens: {prompt_tokens} of {given} with {steps} greedy steps, expected steps 0 where not all is prompt")
+        raise Refusal(
+            f"prompt-tokens: {prompt_tokens} of {given} with {steps} greedy steps, expected steps 0 where not all is prompt"
+        )
 
 
 def check_threads(threads: int | None) -> None:
     """Refuses a number of threads at which torch would die, or only wait for itself."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads is not None and (type(threads) is not int or not 1 <= threads <= most):
-        raise Refusal(f"threads: {threads!r}, expected 1 to {most} here; more only wait for each other, and torch dies where none are left")
+        raise Refusal(
+            f"threads: {threads!r}, expected 1 to {most} here; more only wait for each other, and torch dies where none are left"
+        )
 
 
-def _encode(folder: Path, tokenizer: tokenizers.Tokenizer | None, prompt: str, note: Note | None) -> list[int]:
+def _encode(
+    folder: Path, tokenizer: tokenizers.Tokenizer | None, prompt: str, note: Note | None
+) -> list[int]:
     if tokenizer is None:
-        raise Refusal(f"{folder}: no tokenizer.json, expected one for a prompt of text; give token ids")
+        raise Refusal(
+            f"{folder}: no tokenizer.json, expected one for a prompt of text; give token ids"
+        )
     ids = tokenizer.encode(prompt)
     if tokenizer.warning and note:
         note(f"warning: {tokenizer.warning}")

@@ -28,13 +28,21 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not all(halves) or config.option.help or config.option.version:
         return None
     options = _options(config.invocation_params.args, config.option.file_or_dir or [])
-    with tempfile.TemporaryDirectory(prefix="mlxkv-tests-") as scratch, tempfile.TemporaryFile() as aside:
+    with (
+        tempfile.TemporaryDirectory(prefix="mlxkv-tests-") as scratch,
+        tempfile.TemporaryFile() as aside,
+    ):
         environment = {_ROOM: scratch} | os.environ
         # At once, since both wait a lot; the oracle's half, the shorter one, is shown when the other is over.
         outputs = [{"stdout": aside, "stderr": subprocess.STDOUT}, {}]
         commands = [[*options, *halves[0]], [*options, *_workers(config), *halves[1]]]
         processes = [
-            subprocess.Popen([sys.executable, "-m", "pytest", *command], cwd=config.invocation_params.dir, env=environment, **output)
+            subprocess.Popen(
+                [sys.executable, "-m", "pytest", *command],
+                cwd=config.invocation_params.dir,
+                env=environment,
+                **output,
+            )
             for command, output in zip(commands, outputs, strict=True)
         ]
         try:
@@ -51,7 +59,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 def _workers(config: pytest.Config) -> list[str]:
     """The port's half is the longer one and waits for processes of its own: three workers and more share its files."""
-    alone = config.option.usepdb or config.option.capture == "no" or getattr(config.option, "numprocesses", None) is not None
+    alone = (
+        config.option.usepdb
+        or config.option.capture == "no"
+        or getattr(config.option, "numprocesses", None) is not None
+    )
     if alone or not config.pluginmanager.hasplugin("xdist"):
         return []
     return ["-n", str(min(4, max(3, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
@@ -60,7 +72,10 @@ def _workers(config: pytest.Config) -> list[str]:
 def combined(codes: Sequence[int]) -> int:
     """The worst exit code. A half in which nothing was selected counts only if it was so in both; a signal is a failure."""
     told = [code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED]
-    return max((128 - code if code < 0 else code for code in told), default=pytest.ExitCode.NO_TESTS_COLLECTED)
+    return max(
+        (128 - code if code < 0 else code for code in told),
+        default=pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
 
 
 def _paths(config: pytest.Config, folder: str) -> list[str]:
@@ -101,4 +116,6 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _torch_and_mlx_never_meet() -> Iterator[None]:
     yield
     if {"torch", "mlx.core"} <= sys.modules.keys():
-        pytest.fail("torch and mlx.core are loaded in one process: a BLAS loaded for MLX changes torch's numbers")
+        pytest.fail(
+            "torch and mlx.core are loaded in one process: a BLAS loaded for MLX changes torch's numbers"
+        )

@@ -17,8 +17,9 @@ import numpy as np
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
-from oracle.plan import Plan, Refusal
-from oracle.trace import Meta
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Plan
+from oracle.formats.trace import Meta
 
 CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
 
@@ -53,7 +54,9 @@ class Runner(PlanRunner):
             return
         trimmed = trim_prompt_cache(cache, held - length)
         if trimmed != held - length:
-            raise Refusal(f"cannot be expressed: trim_prompt_cache trimmed {trimmed} of {held - length} tokens from a {self.cache}")
+            raise Refusal(
+                f"cannot be expressed: trim_prompt_cache trimmed {trimmed} of {held - length} tokens from a {self.cache}"
+            )
 
     def reset(self, name: str) -> None:
         """mlx-lm has no reset; its users take a new cache."""
@@ -93,7 +96,9 @@ def prompt_cache(model: Any, kind: str) -> list[Any]:
     """mlx-lm's cache for every layer: its own choice for "KVCache", else of the class named."""
     name, colon, size = kind.partition(":")
     if name not in CACHES or not (size.isdecimal() if name == "RotatingKVCache" else not colon):
-        raise Refusal(f"cache: {kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE")
+        raise Refusal(
+            f"cache: {kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE"
+        )
     from mlx_lm.models import cache
 
     if name == "KVCache":
@@ -115,12 +120,16 @@ def load(folder: str, dtype: str) -> Any:
     try:
         from mlx_lm.utils import load_model
     except ImportError as error:
-        raise Refusal(f"mlx-lm cannot be imported ({' '.join(str(error).split())}): pip install 'mlxkv[port]'") from error
+        raise Refusal(
+            f"mlx-lm cannot be imported ({' '.join(str(error).split())}): pip install 'mlxkv[port]'"
+        ) from error
     try:
         model, _ = load_model(Path(folder))
     except Exception as error:  # whatever its code for some architecture raises
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise Refusal(f"{folder}: mlx-lm cannot load it ({why}); judge another model or engine") from error
+        raise Refusal(
+            f"{folder}: mlx-lm cannot load it ({why}); judge another model or engine"
+        ) from error
     model.set_dtype(dtype_of(dtype))
     mx.eval(model.parameters())
     return model
@@ -136,10 +145,10 @@ def _rope(model: Any) -> str:
 
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
-    from mlxkv import runtime
+    from mlxkv.engines import machine as runtime
 
     environment = runtime.prepare(job.device, threads=job.threads)
-    from oracle.checkpoint import resolve
+    from oracle.model.checkpoint import resolve
 
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     versions = {name: runtime.version(name) for name in ("mlx-lm", "transformers")}
@@ -149,7 +158,9 @@ def follow(job: Job) -> None:
 
     def begin(plan: Plan) -> tuple[Runner, Meta]:
         kind = job.caches.get(plan.name, "KVCache")
-        return Runner(model, plan, cache=kind), replace(meta, environment=meta.environment | {"cache": kind})
+        return Runner(model, plan, cache=kind), replace(
+            meta, environment=meta.environment | {"cache": kind}
+        )
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
 

@@ -10,13 +10,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv import runtime
-from mlxkv.engines import job
-from mlxkv.progress import say
-from oracle import plan as plans
-from oracle import process, trace
-from oracle.checkpoint import Checkpoint, cache_dir
-from oracle.plan import Refusal
+from mlxkv.engines import machine as runtime
+from mlxkv.engines import process
+from mlxkv.engines.progress import say
+from oracle.formats import disk, run_folder
+from oracle.formats import plan as plans
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import Checkpoint, cache_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Question:
 
     def digest(self) -> str:
         """Of everything that the answer depends on."""
-        return trace.inputs_digest(
+        return run_folder.inputs_digest(
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             tokens=list(self.tokens),
@@ -53,8 +53,8 @@ class Answer:
     """A verified run folder, and what making it took (None: it was there)."""
 
     folder: Path
-    manifest: trace.Manifest
-    made: job.Finished | None
+    manifest: run_folder.Manifest
+    made: process.Finished | None
 
 
 def ask(question: Question, *, fresh: bool = False) -> Answer:
@@ -67,15 +67,17 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
-        raise trace.unwritable(lock, error) from error
-    with process.alone(lock, waiting=lambda: say("oracle: another mlxkv asks it the same, waiting for that one")):
+        raise disk.unwritable(lock, error) from error
+    with disk.alone(
+        lock, waiting=lambda: say("oracle: another mlxkv asks it the same, waiting for that one")
+    ):
         kept = None if fresh else _kept(folder, digest)
         return kept or _made(question, folder, digest)
 
 
 def _kept(folder: Path, digest: str) -> Answer | None:
     try:
-        manifest = trace.read_manifest(folder)
+        manifest = run_folder.read_manifest(folder)
     except Refusal:
         return None  # absent, unfinished or damaged: made anew
     if manifest.inputs != digest:
@@ -89,8 +91,8 @@ def _made(question: Question, folder: Path, digest: str) -> Answer:
         # A file, since an argument has a limit that a long prompt exceeds.
         prompt.write((question.prompt or "").encode())
         prompt.flush()
-        finished = job.start(["oracle", *_arguments(question, folder, prompt.name)])
-    manifest = trace.read_manifest(folder)
+        finished = process.start(["oracle", *_arguments(question, folder, prompt.name)])
+    manifest = run_folder.read_manifest(folder)
     if manifest.inputs != digest:
         raise Refusal(
             f"{folder}: made from inputs {manifest.inputs[:16]}, expected {digest[:16]}; the oracle's sources changed meanwhile, run again"
@@ -98,32 +100,38 @@ def _made(question: Question, folder: Path, digest: str) -> Answer:
     return Answer(folder, manifest, finished)
 
 
-def suspects_folder(manifest: trace.Manifest) -> Path:
+def suspects_folder(manifest: run_folder.Manifest) -> Path:
     """Where the usual suspects of a run folder are kept."""
-    return cache_dir() / "suspects" / trace.suspects_digest(manifest)[:32]
+    return cache_dir() / "suspects" / run_folder.suspects_digest(manifest)[:32]
 
 
-def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> job.Finished:
+def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Finished:
     """The usual suspects of a run folder into `out`; `checkpoint` is what the folder was made with."""
     revision = ["--revision", checkpoint.revision] if checkpoint.revision else []
-    return job.start(["oracle", "suspects", str(folder), checkpoint.source, *revision, "--out", str(out)])
+    return process.start(
+        ["oracle", "suspects", str(folder), checkpoint.source, *revision, "--out", str(out)]
+    )
 
 
 def require_torch() -> None:
     """A Refusal with the line that installs what is missing."""
     for package in ("torch", "transformers"):
         if not runtime.has(package):
-            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]', or give --oracle DIR with a folder made elsewhere")
+            raise Refusal(
+                f"{package} is not installed: pip install 'mlxkv[oracle]', or give --oracle DIR with a folder made elsewhere"
+            )
 
 
-def judged(manifest: trace.Manifest, folder: Path) -> dict[str, plans.Plan]:
+def judged(manifest: run_folder.Manifest, folder: Path) -> dict[str, plans.Plan]:
     """The plans of a run folder, by name; refused where one is not what the manifest says."""
     found = {}
     for name, digest in manifest.plans.items():
         path = folder / "plans" / f"{name}.json"
         found[name] = plans.read(path)
         if found[name].digest != digest:
-            raise Refusal(f"{path}: digest is {found[name].digest[:16]}, expected {digest[:16]}; make the folder again")
+            raise Refusal(
+                f"{path}: digest is {found[name].digest[:16]}, expected {digest[:16]}; make the folder again"
+            )
     return found
 
 
@@ -136,8 +144,20 @@ def _arguments(question: Question, folder: Path, prompt: str) -> list[str]:
     if question.prompt is not None:
         arguments += ["--prompt-file", prompt]
     else:
-        arguments += ["--tokens", ",".join(map(str, question.tokens)), "--prompt-tokens", str(question.prompt_tokens)]
+        arguments += [
+            "--tokens",
+            ",".join(map(str, question.tokens)),
+            "--prompt-tokens",
+            str(question.prompt_tokens),
+        ]
     if question.chunks is not None:
         arguments += ["--chunks", ",".join(map(str, question.chunks))]
-    arguments += ["--steps", str(question.steps), "--dtype", question.dtype, "--threads", str(question.threads)]
+    arguments += [
+        "--steps",
+        str(question.steps),
+        "--dtype",
+        question.dtype,
+        "--threads",
+        str(question.threads),
+    ]
     return [*arguments, "--taps", ",".join(question.taps)]

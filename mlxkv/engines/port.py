@@ -16,8 +16,9 @@ import numpy.typing as npt
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import PlanRunner, host
-from oracle.plan import Plan, Refusal
-from oracle.trace import Meta, Trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Plan
+from oracle.formats.trace import Meta, Trace
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
@@ -29,7 +30,15 @@ Array = npt.NDArray[Any]
 class Runner(PlanRunner):
     """Follows one plan on a model."""
 
-    def __init__(self, model: Llama, plan: Plan, *, guarded: bool = True, cache_dtype: str | None = None, keep_masks: bool = False) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        plan: Plan,
+        *,
+        guarded: bool = True,
+        cache_dtype: str | None = None,
+        keep_masks: bool = False,
+    ) -> None:
         super().__init__(plan)
         self.keep_masks = keep_masks
         self.model = model
@@ -38,7 +47,9 @@ class Runner(PlanRunner):
         self.caches: dict[str, Cache] = {}
         # The truth turns a sequence by the factors for its whole length, so every cache of the plan is made for it.
         longrope = model.config.rope.rope_type == "longrope"
-        self.max_length = min(max(1, plan.longest), model.config.max_position_embeddings) if longrope else None
+        self.max_length = (
+            min(max(1, plan.longest), model.config.max_position_embeddings) if longrope else None
+        )
 
     def new(self, name: str, use_kv_cache: bool) -> None:
         """Guarded or not, as the runner is."""
@@ -46,7 +57,11 @@ class Runner(PlanRunner):
 
         dtype = self.cache_dtype or self._dtype
         self.caches[name] = Cache(
-            self.model.config, dtype=dtype, use_kv_cache=use_kv_cache, guarded=self.guarded, max_length=self.max_length
+            self.model.config,
+            dtype=dtype,
+            use_kv_cache=use_kv_cache,
+            guarded=self.guarded,
+            max_length=self.max_length,
         )
 
     def clone(self, source: str, target: str) -> None:
@@ -68,12 +83,19 @@ class Runner(PlanRunner):
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
         """(L, V), or (1, V)."""
         whole = self.plan.rows == "all"
-        rows = host(self.model([tokens], cache=self.caches[name], index_pos=index_pos, all_positions=whole)[0])
+        rows = host(
+            self.model([tokens], cache=self.caches[name], index_pos=index_pos, all_positions=whole)[
+                0
+            ]
+        )
         return rows if whole else rows[None]
 
     def nothing(self) -> Array:
         """(0, V)"""
-        return np.zeros((0, self.model.config.vocab_size), np.float64 if self._dtype == "float64" else np.float32)
+        return np.zeros(
+            (0, self.model.config.vocab_size),
+            np.float64 if self._dtype == "float64" else np.float32,
+        )
 
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
         """As the cache shows them."""
@@ -88,7 +110,11 @@ class Runner(PlanRunner):
 
     def masks(self) -> dict[str, Array]:
         """The masks that each cache has built, 1 hides a key: `mask/<cache>/<new>x<all>` (new, all) uint8."""
-        return {f"mask/{name}/{L}x{S}": np.array(m) for name, cache in self.caches.items() for (L, S), m in cache.masks.items()}
+        return {
+            f"mask/{name}/{L}x{S}": np.array(m)
+            for name, cache in self.caches.items()
+            for (L, S), m in cache.masks.items()
+        }
 
     @property
     def _dtype(self) -> str:
@@ -99,21 +125,25 @@ class Runner(PlanRunner):
 
 def run(model: Llama, plan: Plan, *, meta: Meta | None = None, guarded: bool = True) -> Trace:
     """The trace of one plan, in memory; `meta` says what only the caller knows (fingerprint, environment)."""
+    from mlxkv.engines.machine import version
     from mlxkv.port.ops import name_of
-    from mlxkv.runtime import version
 
     runner = Runner(model, plan, guarded=guarded).run()
-    base = meta or Meta(plan, "mlxkv", version("mlxkv"), name_of(model.dtype), weights_dtype=name_of(model.dtype))
+    base = meta or Meta(
+        plan, "mlxkv", version("mlxkv"), name_of(model.dtype), weights_dtype=name_of(model.dtype)
+    )
     return Trace(replace(base, plan=plan, outcomes=runner.outcomes), runner.arrays())
 
 
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
-    from mlxkv import runtime
+    from mlxkv.engines import machine as runtime
 
-    environment = runtime.prepare("cpu" if job.dtype == "float64" else job.device, threads=job.threads)
+    environment = runtime.prepare(
+        "cpu" if job.dtype == "float64" else job.device, threads=job.threads
+    )
     from mlxkv.port.weights import from_checkpoint
-    from oracle.checkpoint import resolve
+    from oracle.model.checkpoint import resolve
 
     checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     probes = probe() if job.dtype == "float64" else {}
@@ -122,14 +152,24 @@ def follow(job: Job) -> None:
     said = environment | {"rope": model.config.rope.words}
     meta = job.meta(checkpoint, said, engine=named, version=runtime.version("mlxkv"), probes=probes)
     if job.taps:
-        from mlxkv.engines import taps
+        from mlxkv.engines import recorder as taps
 
         job.report(taps.follow(job, model, meta))
         return
-    label = "algebra (float64)" if job.dtype == "float64" else f"port ({job.dtype}, {environment['device']})"
+    label = (
+        "algebra (float64)"
+        if job.dtype == "float64"
+        else f"port ({job.dtype}, {environment['device']})"
+    )
 
     def begin(plan: Plan) -> tuple[Runner, Meta]:
-        return Runner(model, plan, guarded=job.guarded, cache_dtype=job.caches.get(plan.name), keep_masks=job.masks), meta
+        return Runner(
+            model,
+            plan,
+            guarded=job.guarded,
+            cache_dtype=job.caches.get(plan.name),
+            keep_masks=job.masks,
+        ), meta
 
     runner.follow(job, label, begin)
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.engines.job import Job
-from mlxkv.progress import bar
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
-from oracle.trace import Meta, Outcome, write
+from mlxkv.engines.progress import bar
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
+from oracle.formats.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
 
@@ -73,7 +73,9 @@ class PlanRunner(ABC):
             try:
                 self.outcomes.append(Outcome(tokens=self._step(i, step)))
             except self.failures as error:
-                self.outcomes.append(Outcome(error=" ".join(str(error).split()) or type(error).__name__))
+                self.outcomes.append(
+                    Outcome(error=" ".join(str(error).split()) or type(error).__name__)
+                )
             advance(1)
         return self
 
@@ -81,8 +83,12 @@ class PlanRunner(ABC):
         """The trace's arrays: all rows, and the keys and values that each cache holds at the end."""
         arrays = {
             "logits": np.concatenate(self.rows) if self.rows else self.nothing(),
-            "positions": np.concatenate(self.positions).astype(np.int32) if self.rows else np.zeros(0, np.int32),
-            "steps": np.concatenate(self.steps).astype(np.int32) if self.rows else np.zeros(0, np.int32),
+            "positions": np.concatenate(self.positions).astype(np.int32)
+            if self.rows
+            else np.zeros(0, np.int32),
+            "steps": np.concatenate(self.steps).astype(np.int32)
+            if self.rows
+            else np.zeros(0, np.int32),
         }
         for name, i, keys, values in self.kept():
             arrays[f"kv/{name}/{i:03d}/keys"] = host(keys)
@@ -124,7 +130,11 @@ class PlanRunner(ABC):
             # numpy takes the first of equals, which is the lowest id.
             chosen.append(int(np.argmax(self._call(index, step.cache, tokens, position))))
             if position is not None and step.index_pos is not None:
-                position = {"right": position + len(tokens), "zero": position, "by_calls": step.index_pos + calls}[step.advance]
+                position = {
+                    "right": position + len(tokens),
+                    "zero": position,
+                    "by_calls": step.index_pos + calls,
+                }[step.advance]
             tokens = (chosen[-1],)
         return chosen
 
@@ -137,7 +147,9 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             runner, meta = begin(plan)
             runner.run(advance)
             seconds += runner.seconds
-            write(job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays())
+            write(
+                job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays()
+            )
     job.report(seconds)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.measure import Array, Floats, TruthRows, blocks, in_order, rows_of, truth_rows
-from oracle.plan import Refusal
-from oracle.trace import Trace
+from oracle.formats.errors import Refusal
+from oracle.formats.trace import Trace
 
 _PAGE_NAMES = {"step": "cached", "prefixes": "nocache"}
 _Key = tuple[str, str]
@@ -95,14 +95,19 @@ def beside(a: Trace, b: Trace, positions: Sequence[int]) -> Figures:
     return _figures(a, b, truth_rows(b), plan=a.meta.plan.name, order=rows_a, positions=rows_b)
 
 
-def _figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: Array, positions: Array) -> Figures:
+def _figures(
+    trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: Array, positions: Array
+) -> Figures:
     """`order` are rows of the trace, `positions` those rows of the truth that stand beside them."""
     vocab = trace.logits.shape[1]
     squares = {"e": 0.0, "t": 0.0, "x": 0.0, "xt": 0.0}
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for part in blocks(len(order), vocab):
-            x, t = trace.logits[order[part]].astype(np.float64), truth.logits[positions[part]].astype(np.float64)
+            x, t = (
+                trace.logits[order[part]].astype(np.float64),
+                truth.logits[positions[part]].astype(np.float64),
+            )
             e = x - t
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
                 squares[name] += float(np.einsum("rv,rv->", u, w))
@@ -127,12 +132,16 @@ def _figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: A
         )
 
 
-def pair(a: Trace, b: Trace, positions: Sequence[int], *, names: tuple[Run, Run] | None = None) -> Pair:
+def pair(
+    a: Trace, b: Trace, positions: Sequence[int], *, names: tuple[Run, Run] | None = None
+) -> Pair:
     """`a` against `b` over `positions` (first and last as given); a Refusal where either lacks one of them."""
     if len(positions) == 0:
         raise Refusal(f"{a.label}: no positions to compare, expected one or more")
     if a.logits.shape[1] != b.logits.shape[1]:
-        raise Refusal(f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} as {b.label}")
+        raise Refusal(
+            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} as {b.label}"
+        )
     rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
     vocab = a.logits.shape[1]
     row_max, squares, equal, largest = np.empty(len(positions)), 0.0, 0, [0.0]
@@ -147,7 +156,9 @@ def pair(a: Trace, b: Trace, positions: Sequence[int], *, names: tuple[Run, Run]
     runs = names or (Run(a.meta.engine, a.meta.plan.name), Run(b.meta.engine, b.meta.plan.name))
     rms = float(np.sqrt(squares / (len(positions) * vocab)))
     first, last = float(row_max[0]), float(row_max[-1])
-    return Pair(*runs, float(row_max.max()), first, last, rms, equal, len(positions), float(np.max(largest)))
+    return Pair(
+        *runs, float(row_max.max()), first, last, rms, equal, len(positions), float(np.max(largest))
+    )
 
 
 def page_tables(case: Case, candidates: Mapping[str, Trace]) -> Tables:
@@ -156,19 +167,35 @@ def page_tables(case: Case, candidates: Mapping[str, Trace]) -> Tables:
     there |= {("theirs", name): trace for name, trace in case.references.items()}
 
     def pairs(wanted: Sequence[tuple[_Key, _Key]]) -> tuple[Pair, ...]:
-        return tuple(_named(there[a], there[b], a[1], b[1], case) for a, b in wanted if a in there and b in there)
+        return tuple(
+            _named(there[a], there[b], a[1], b[1], case)
+            for a, b in wanted
+            if a in there and b in there
+        )
 
     return Tables(cached=pairs(_CACHED), chunked=pairs(_CHUNKED))
 
 
-def three_way(case: Case, ours: Mapping[str, Trace], third: Mapping[str, Trace]) -> tuple[Pair, ...]:
+def three_way(
+    case: Case, ours: Mapping[str, Trace], third: Mapping[str, Trace]
+) -> tuple[Pair, ...]:
     """For each plan that both hold: the third engine against ours, and each against transformers and against the truth."""
     pairs = []
     for plan in (name for name in case.manifest.plans if name in ours and name in third):
         beside = plan if plan in case.references else "full"
-        mine, its, theirs = (ours[plan], plan), (third[plan], plan), (case.references[beside], beside)
+        mine, its, theirs = (
+            (ours[plan], plan),
+            (third[plan], plan),
+            (case.references[beside], beside),
+        )
         truth = (case.truth, "full")
-        for (a, name_a), (b, name_b) in ((its, mine), (its, theirs), (mine, theirs), (its, truth), (mine, truth)):
+        for (a, name_a), (b, name_b) in (
+            (its, mine),
+            (its, theirs),
+            (mine, theirs),
+            (its, truth),
+            (mine, truth),
+        ):
             pairs.append(_named(a, b, name_a, name_b, case))
     return tuple(pairs)
 

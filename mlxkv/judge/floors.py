@@ -37,7 +37,10 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     """The floors of all members, or of all but `without`."""
     members: list[str] = case.floors_meta["members"]
     keep = [i for i, name in enumerate(members) if name != without]
-    raw = {name: np.asarray(case.floors[name], np.float64) for name in ("rms", "peak", "shift", "cached")}
+    raw = {
+        name: np.asarray(case.floors[name], np.float64)
+        for name in ("rms", "peak", "shift", "cached")
+    }
     least = ulp(truth.largest, case.manifest.dtype)
     rms, peak, shift = (raw[name][keep] * mean.widening(case) for name in ("rms", "peak", "shift"))
     pool = np.maximum(_rms(rms), _near_rms(rms))
@@ -54,8 +57,13 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
     """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth; of all members but `without`."""
     least = ulp(largest, case.manifest.dtype)
     keep = [i for i, name in enumerate(case.floors_meta["members"]) if name != without]
-    raw = [np.asarray(case.floors[name], np.float64)[keep] * mean.widening(case) for name in ("keys", "values")]
-    return np.stack([np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)])
+    raw = [
+        np.asarray(case.floors[name], np.float64)[keep] * mean.widening(case)
+        for name in ("keys", "values")
+    ]
+    return np.stack(
+        [np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)]
+    )
 
 
 def _rms(errors: Floats) -> Floats:

@@ -19,18 +19,26 @@ def over_rows(name: str, ratios: Floats, pooled: Floats, limit: float) -> Gate:
 
 def in_cache(case: Case, name: str, scope: Scope, ratios: Floats, limit: float) -> Gate:
     """`ratios` (kinds, layers, K, n), row by row; the worst row decides."""
-    _, layer, head, position = (int(i) for i in np.unravel_index(int(np.argmax(ratios)), ratios.shape))
+    _, layer, head, position = (
+        int(i) for i in np.unravel_index(int(np.argmax(ratios)), ratios.shape)
+    )
     value, above = float(ratios.max()), np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2)))
     first = int(above[0]) if len(above) else None
-    return Gate(name, scope, "step", value, limit, position, case.text(position), layer, head, first)
+    return Gate(
+        name, scope, "step", value, limit, position, case.text(position), layer, head, first
+    )
 
 
-def by_position(case: Case, name: str, scope: Scope, plan: str, at: Array, ratios: Floats, limit: float) -> Gate:
+def by_position(
+    case: Case, name: str, scope: Scope, plan: str, at: Array, ratios: Floats, limit: float
+) -> Gate:
     """The worst of `ratios`, one per position in `at`."""
     worst = int(np.argmax(ratios))  # a NaN counts as the largest
     above, position = at[~(ratios <= limit)], int(at[worst])
     first = int(above[0]) if len(above) else None
-    return Gate(name, scope, plan, float(ratios[worst]), limit, position, case.text(position), first=first)
+    return Gate(
+        name, scope, plan, float(ratios[worst]), limit, position, case.text(position), first=first
+    )
 
 
 def count(case: Case, name: str, plan: str, at: Array, wrong: Bools) -> Gate:

@@ -41,7 +41,9 @@ class Prompts:
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """Those that every prompt covers."""
-        return tuple(scope for scope in SCOPES if all(scope in v.scopes for v in self.verdicts.values()))
+        return tuple(
+            scope for scope in SCOPES if all(scope in v.scopes for v in self.verdicts.values())
+        )
 
     def to_json(self, folders: Sequence[str]) -> dict[str, Any]:
         """`mlxkv-prompts/1`: each verdict's main figures, and the folder where all of it is."""
@@ -57,14 +59,18 @@ class Prompts:
             "against": self.verdicts[self.worst].against,
             "scopes": self.scopes,
             "worst": self.worst,
-            "subject": {key: of for key, of in about.items() if key not in ("tokens", "prompt_tokens")},
+            "subject": {
+                key: of for key, of in about.items() if key not in ("tokens", "prompt_tokens")
+            },
             "prompts": prompts,
         }
         return dict(plain(value))
 
 
 def _rank(verdict: Verdict) -> tuple[int, float]:
-    return _WORST_FIRST.index(verdict.outcome), -max((gate.badness for gate in verdict.gates), default=0.0)
+    return _WORST_FIRST.index(verdict.outcome), -max(
+        (gate.badness for gate in verdict.gates), default=0.0
+    )
 
 
 def _figures(verdict: Verdict) -> dict[str, Any]:

@@ -47,7 +47,11 @@ def note(case: Case) -> list[str]:
         return []
     pool = ", ".join(map(str, case.floors_meta["members"]))
     left = case.manifest.environment.get("left_out")
-    odd = [f"; left out, as it computes something else in float64: {', '.join(map(str, left))}"] if isinstance(left, dict) and left else []
+    odd = (
+        [f"; left out, as it computes something else in float64: {', '.join(map(str, left))}"]
+        if isinstance(left, dict) and left
+        else []
+    )
     return [
         f"no truth for this architecture: the reference is the mean of transformers' own runs ({pool}), "
         f"and an error that all of them share is not seen{''.join(odd)}"

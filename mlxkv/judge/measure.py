@@ -15,15 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.judge.case import CACHE, layers
-from oracle.plan import Refusal
-from oracle.trace import Trace
+from oracle.formats.errors import Refusal
+from oracle.formats.trace import Trace
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_BLOCK = 2**18  # logits held at once: 2 MB in float64, so that a block's few passes stay in the processor's cache
-_DIGITS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}  # mantissa bits, least exponent
+_BLOCK = (
+    2**18
+)  # logits held at once: 2 MB in float64, so that a block's few passes stay in the processor's cache
+_DIGITS = {
+    "float32": (23, -126),
+    "float16": (10, -14),
+    "bfloat16": (7, -126),
+}  # mantissa bits, least exponent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +62,9 @@ def truth_rows(truth: Trace) -> TruthRows:
     """What the judge needs to know of the truth itself."""
     n, vocab = truth.logits.shape
     five = min(5, vocab)
-    rows = TruthRows(np.empty(n), np.empty(n, np.int64), np.full(n, np.inf), np.empty((n, five), np.int64))
+    rows = TruthRows(
+        np.empty(n), np.empty(n, np.int64), np.full(n, np.inf), np.empty((n, five), np.int64)
+    )
     for part in blocks(n, vocab):
         t = truth.logits[part]
         rows.largest[part] = np.abs(t).max(1)
@@ -71,7 +79,12 @@ def truth_rows(truth: Trace) -> TruthRows:
 def measure(trace: Trace, truth: Trace, *, scale: float = 1.0) -> Measures:
     """rms, shift, peak of `trace` (times `scale`) against the truth, whose row i is position i."""
     order, positions, vocab = in_order(trace)
-    rms, shift, peak, best = np.empty(len(order)), np.empty(len(order)), np.empty(len(order)), np.empty(len(order), np.int64)
+    rms, shift, peak, best = (
+        np.empty(len(order)),
+        np.empty(len(order)),
+        np.empty(len(order)),
+        np.empty(len(order), np.int64),
+    )
     with np.errstate(invalid="ignore", over="ignore"):
         for part in blocks(len(order), vocab):
             x = trace.logits[order[part]]
@@ -113,9 +126,13 @@ def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
     for layer in range(layers(truth)):
         mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
         if mine is None or its is None:
-            raise Refusal(f"{trace.label}: no keys or values of layer {layer}, expected both; ask `cache_reasons` first")
+            raise Refusal(
+                f"{trace.label}: no keys or values of layer {layer}, expected both; ask `cache_reasons` first"
+            )
         with np.errstate(invalid="ignore", over="ignore"):
-            e = np.stack([np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)])
+            e = np.stack(
+                [np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)]
+            )
             found.append((np.sqrt(np.mean(e * e, axis=-1)), np.abs(e).max(-1)))
     return np.stack([rms for rms, _ in found], 1), np.stack([worst for _, worst in found], 1)
 
@@ -123,7 +140,9 @@ def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
 def cache_largest(truth: Trace) -> Floats | None:
     """The largest |value| of each row of the cache, (keys and values, layers, K, n); None where the trace has no cache."""
     pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
-    rows = [np.stack([np.abs(array).max(-1) for array in pair]) for pair in pairs if pair is not None]
+    rows = [
+        np.stack([np.abs(array).max(-1) for array in pair]) for pair in pairs if pair is not None
+    ]
     return np.stack(rows, 1) if rows else None
 
 
@@ -146,7 +165,9 @@ def rows_of(trace: Trace, positions: Sequence[int]) -> Array:
     at = {p: row for row, p in enumerate(trace.positions.tolist())}
     missing = [p for p in positions if p not in at]
     if missing:
-        raise Refusal(f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} positions; run the judged plan")
+        raise Refusal(
+            f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} positions; run the judged plan"
+        )
     return np.array([at[p] for p in positions], np.int64)
 
 

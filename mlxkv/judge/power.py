@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oracle.plan import Refusal
-from oracle.trace import write_text
+from oracle.formats.disk import write_text
+from oracle.formats.errors import Refusal
 
 FORMAT = "mlxkv-power/1"
 MEASURED = Path(__file__).with_name("power.json")
@@ -23,19 +23,37 @@ def read(path: Path = MEASURED) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: cannot be read ({' '.join(str(error).split())}); make it with `mlxkv selftest --power`") from error
-    if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("dtypes"), dict):
-        raise Refusal(f"{path}: expected {FORMAT!r} with dtypes; make it with `mlxkv selftest --power`")
+        raise Refusal(
+            f"{path}: cannot be read ({' '.join(str(error).split())}); make it with `mlxkv selftest --power`"
+        ) from error
+    if (
+        not isinstance(value, dict)
+        or value.get("format") != FORMAT
+        or not isinstance(value.get("dtypes"), dict)
+    ):
+        raise Refusal(
+            f"{path}: expected {FORMAT!r} with dtypes; make it with `mlxkv selftest --power`"
+        )
     return dict(value["dtypes"])
 
 
-def write(path: Path, dtype: str, models: Mapping[str, Mapping[str, Any]], *, limits: Mapping[str, float]) -> None:
+def write(
+    path: Path, dtype: str, models: Mapping[str, Mapping[str, Any]], *, limits: Mapping[str, float]
+) -> None:
     """Puts one dtype's measurement into the file, beside those of the others.
 
     `models` have a `fingerprint`, the number of `faults` and the names of those `unseen`.
     """
-    dtypes = (read(path) if path.exists() else {}) | {dtype: {"limits": dict(limits), "models": models}}
-    write_text(path, json.dumps({"format": FORMAT, "dtypes": dtypes}, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    dtypes = (read(path) if path.exists() else {}) | {
+        dtype: {"limits": dict(limits), "models": models}
+    }
+    write_text(
+        path,
+        json.dumps(
+            {"format": FORMAT, "dtypes": dtypes}, indent=1, sort_keys=True, ensure_ascii=False
+        )
+        + "\n",
+    )
 
 
 def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -> str | None:
@@ -52,6 +70,12 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
     said = f"in {dtype} lane B alone lets {len(names)} of {max(m['faults'] for m in models.values())} seeded faults pass"
     parts = [f"on every model: {', '.join(always)}"] if always else []
     parts += [f"on some: {', '.join(sometimes)}"] if sometimes else []
-    changed = [name for name in sorted(set(then) | set(limits)) if then.get(name) != limits.get(name)]
-    old = f"; out of date: measured with other limits ({', '.join(changed)}), {how}" if changed else ""
+    changed = [
+        name for name in sorted(set(then) | set(limits)) if then.get(name) != limits.get(name)
+    ]
+    old = (
+        f"; out of date: measured with other limits ({', '.join(changed)}), {how}"
+        if changed
+        else ""
+    )
     return f"{said} ({'; '.join([*parts, 'measured on ' + ', '.join(models)])}){old}"

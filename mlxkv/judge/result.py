@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mlxkv.judge.delta import Figures, Tables
-from oracle.trace import Manifest, Trace
+from oracle.formats.run_folder import Manifest
+from oracle.formats.trace import Trace
 
 FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
@@ -52,7 +53,9 @@ class Gate:
     @property
     def headroom(self) -> float:
         """How many times the value fits under the limit; NaN where that says nothing."""
-        return self.limit / self.value if self.ran and self.value > 0 and self.limit > 0 else math.nan
+        return (
+            self.limit / self.value if self.ran and self.value > 0 and self.limit > 0 else math.nan
+        )
 
     @property
     def badness(self) -> float:
@@ -158,12 +161,21 @@ class Verdict:
     def worst(self) -> tuple[Gate, ...]:
         """Of each gate the plan that did worst, in the order of the gates."""
         names = list(dict.fromkeys(g.name for g in self.gates))
-        return tuple(max((g for g in self.gates if g.name == name), key=lambda g: g.badness) for name in names)
+        return tuple(
+            max((g for g in self.gates if g.name == name), key=lambda g: g.badness)
+            for name in names
+        )
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null."""
-        gates = [asdict(g) | {"ran": g.ran, "failed": g.failed, "headroom": g.headroom} for g in self.gates]
-        tables = {name: [asdict(p) for p in pairs] for name, pairs in (("cached", self.tables.cached), ("chunked", self.tables.chunked))}
+        gates = [
+            asdict(g) | {"ran": g.ran, "failed": g.failed, "headroom": g.headroom}
+            for g in self.gates
+        ]
+        tables = {
+            name: [asdict(p) for p in pairs]
+            for name, pairs in (("cached", self.tables.cached), ("chunked", self.tables.chunked))
+        }
         value = {
             "format": FORMAT,
             "outcome": self.outcome,

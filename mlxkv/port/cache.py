@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.port import rope
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.ops import dtype_of, name_of
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
@@ -138,7 +138,9 @@ class Cache:
         c = self.config
         size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
         shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
-        flags = ("" if self.use_kv_cache else ", use_kv_cache=False") + ("" if self.guarded else ", guarded=False")
+        flags = ("" if self.use_kv_cache else ", use_kv_cache=False") + (
+            "" if self.guarded else ", guarded=False"
+        )
         return f"Cache({size}, {shape}, {name_of(self.dtype)}{flags})"
 
     def clone(self) -> Cache:
@@ -154,8 +156,14 @@ class Cache:
 
     def crop(self, length: int) -> int:
         """Keeps the first `length` tokens and returns how many were dropped; a CacheError if fewer are held."""
-        if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length <= len(self):
-            raise CacheError(f"cache: crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held")
+        if (
+            not isinstance(length, int | np.integer)
+            or isinstance(length, bool)
+            or not 0 <= length <= len(self)
+        ):
+            raise CacheError(
+                f"cache: crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held"
+            )
         length = int(length)
         dropped = len(self) - length
         self._layers = tuple(layer.crop(length) for layer in self._layers)
@@ -195,36 +203,58 @@ class Cache:
         start = int(start)
         self._check_model(model)
         if batch == 0 or length == 0:
-            raise CacheError(f"cache: no new tokens (the cache holds {held}); a call needs at least one")
+            raise CacheError(
+                f"cache: no new tokens (the cache holds {held}); a call needs at least one"
+            )
         if start + length > self.max_length:
             where = f"position {start + length - 1} (index_pos {start}, {length} tokens)"
             why = rope.end(self.config, self.max_length, start + length)
-            raise CacheError(f"cache: {where} is beyond the {self.max_length} rows of the RoPE tables; {why}")
+            raise CacheError(
+                f"cache: {where} is beyond the {self.max_length} rows of the RoPE tables; {why}"
+            )
         if self.guarded:
             self._guard(batch, start, held, model.fingerprint)
         # Rows of several weights, which only an unguarded cache can hold, are no known weights' rows.
-        self.fingerprint = model.fingerprint if not held or model.fingerprint == self.fingerprint else None
+        self.fingerprint = (
+            model.fingerprint if not held or model.fingerprint == self.fingerprint else None
+        )
         return start
 
     def _check_model(self, model: Llama) -> None:
         if model.config != self.config:
-            raise CacheError("cache: made for another config than the model's; make it with Cache(model.config)")
+            raise CacheError(
+                "cache: made for another config than the model's; make it with Cache(model.config)"
+            )
         if model.dtype != self.dtype:
             mine, theirs = name_of(self.dtype), name_of(model.dtype)
-            raise CacheError(f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')")
+            raise CacheError(
+                f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')"
+            )
 
     def _guard(self, batch: int, start: int, held: int, fingerprint: str | None) -> None:
         if start != held:
-            holder = f"the cache holds {held} tokens" if self.use_kv_cache else "without a KV cache every call starts at 0"
-            remedy = "leave index_pos out" if self.use_kv_cache else "send the whole prefix from index_pos 0"
+            holder = (
+                f"the cache holds {held} tokens"
+                if self.use_kv_cache
+                else "without a KV cache every call starts at 0"
+            )
+            remedy = (
+                "leave index_pos out"
+                if self.use_kv_cache
+                else "send the whole prefix from index_pos 0"
+            )
             if self.use_kv_cache and start == 0:
                 remedy = "reset the cache or make a new one for another sequence, or leave index_pos out to go on"
             raise CacheError(f"cache: index_pos is {start}, expected {held} ({holder}); {remedy}")
         if self.use_kv_cache and self._layers[0].batch not in (None, batch):
-            raise CacheError(f"cache: batch of {batch}, expected {self._layers[0].batch} (that of the tokens held); make a new cache")
+            raise CacheError(
+                f"cache: batch of {batch}, expected {self._layers[0].batch} (that of the tokens held); make a new cache"
+            )
         if held and fingerprint != self.fingerprint:
             mine, theirs = shown(self.fingerprint), shown(fingerprint)
-            raise CacheError(f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache")
+            raise CacheError(
+                f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+            )
 
     def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
         """cos and sin of `length` positions from `start`, each (L, D / 2)."""
@@ -282,8 +312,14 @@ def _span(config: LlamaConfig, max_length: int | None) -> int:
     most = config.max_position_embeddings
     if max_length is None:
         return rope.span(config)
-    if not isinstance(max_length, int | np.integer) or isinstance(max_length, bool) or not 1 <= max_length <= most:
-        raise CacheError(f"cache: max_length is {max_length!r}, expected a whole number from 1 to max_position_embeddings {most}")
+    if (
+        not isinstance(max_length, int | np.integer)
+        or isinstance(max_length, bool)
+        or not 1 <= max_length <= most
+    ):
+        raise CacheError(
+            f"cache: max_length is {max_length!r}, expected a whole number from 1 to max_position_embeddings {most}"
+        )
     return int(max_length)
 
 
@@ -292,7 +328,9 @@ def _tables(config: LlamaConfig, dtype: mx.Dtype, length: int) -> tuple[mx.array
     host = np.float64 if dtype == mx.float64 else np.float32
     size = length * config.head_dim * np.dtype(host).itemsize
     if size > TABLES:
-        raise CacheError(f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; give a smaller max_length")
+        raise CacheError(
+            f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; give a smaller max_length"
+        )
     cos, sin = rope.tables(config, host, length=length)
     # Without a dtype mx.array would make float32 of a float64 array.
     return mx.array(cos, dtype), mx.array(sin, dtype)

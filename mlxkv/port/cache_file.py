@@ -22,7 +22,7 @@ import numpy as np
 
 from mlxkv.port.cache import Cache, CacheError, Layer, shown
 from mlxkv.port.ops import DTYPES, name_of
-from oracle.trace import atomic
+from oracle.formats.disk import atomic
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
@@ -57,7 +57,9 @@ def save(cache: Cache, path: Path) -> None:
         digest = _digest(meta)
         for name, rows in _rows(cache):
             if not mx.all(mx.isfinite(rows)).item():
-                raise CacheError(f"cache: {name} of {len(cache)} tokens holds nan or inf, expected finite rows; fill a new cache")
+                raise CacheError(
+                    f"cache: {name} of {len(cache)} tokens holds nan or inf, expected finite rows; fill a new cache"
+                )
             data = _bytes_of(rows)
             digest.update(data)
             file.write(data)
@@ -71,9 +73,15 @@ def load(path: Path, model: Llama) -> Cache:
     try:
         with path.open("rb") as file, _device(model.dtype):
             meta = _read_meta(file, path)
-            cache = Cache(model.config, dtype=model.dtype, max_length=_max_length(meta, model, path))
+            cache = Cache(
+                model.config, dtype=model.dtype, max_length=_max_length(meta, model, path)
+            )
             _compare(meta, _made_of(cache, model.fingerprint), path)
-            cache.use_kv_cache, cache.guarded, cache.fingerprint = meta["use_kv_cache"], meta["guarded"], meta["fingerprint"]
+            cache.use_kv_cache, cache.guarded, cache.fingerprint = (
+                meta["use_kv_cache"],
+                meta["guarded"],
+                meta["fingerprint"],
+            )
             cache.restore(_read_layers(file, meta, cache, path))
     except OSError as error:
         raise CacheError(f"{path}: cannot be read ({error.strerror}); check the path") from error
@@ -83,9 +91,13 @@ def load(path: Path, model: Llama) -> Cache:
 def _check(cache: Cache) -> None:
     lengths = sorted({layer.length for layer in cache.layers})
     if len(lengths) > 1:
-        raise CacheError(f"cache: its layers hold {lengths[0]} to {lengths[-1]} tokens, expected one length; reset it")
+        raise CacheError(
+            f"cache: its layers hold {lengths[0]} to {lengths[-1]} tokens, expected one length; reset it"
+        )
     if len(cache) and cache.fingerprint is None:
-        raise CacheError("cache: the weights of its rows are not known, expected those of one model; fill it with a model from mlxkv.load")
+        raise CacheError(
+            "cache: the weights of its rows are not known, expected those of one model; fill it with a model from mlxkv.load"
+        )
 
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
@@ -97,7 +109,12 @@ def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
     with _device(cache.dtype):
         for table in (cache.cos, cache.sin):
             tables.update(_bytes_of(table))
-    made = {"format": FORMAT, "fingerprint": fingerprint, "dtype": name_of(cache.dtype), "config": config}
+    made = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "dtype": name_of(cache.dtype),
+        "config": config,
+    }
     return made | {"max_length": cache.max_length, "rope_tables": tables.hexdigest()}
 
 
@@ -111,17 +128,35 @@ def _rows(cache: Cache) -> Iterator[tuple[str, mx.array]]:
 def _header(meta: Mapping[str, Any]) -> bytes:
     """The file's first bytes, which say where each layer's rows lie."""
     shape, size = _sizes(meta)
-    names = [f"{i:03d}/{part}" for i in range(meta["config"]["num_hidden_layers"]) for part in ("keys", "values")] if size else []
+    names = (
+        [
+            f"{i:03d}/{part}"
+            for i in range(meta["config"]["num_hidden_layers"])
+            for part in ("keys", "values")
+        ]
+        if size
+        else []
+    )
     kind = _STORED[meta["dtype"]]
-    tensors = {n: {"dtype": kind, "shape": shape, "data_offsets": [size * i, size * (i + 1)]} for i, n in enumerate(names)}
-    text = json.dumps({"__metadata__": {"mlxkv": _sorted_json(meta)}, **tensors}, separators=(",", ":")).encode()
+    tensors = {
+        n: {"dtype": kind, "shape": shape, "data_offsets": [size * i, size * (i + 1)]}
+        for i, n in enumerate(names)
+    }
+    text = json.dumps(
+        {"__metadata__": {"mlxkv": _sorted_json(meta)}, **tensors}, separators=(",", ":")
+    ).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """[B, K, S, D] of a layer's keys, and their bytes."""
-    shape = (meta["batch"], meta["config"]["num_key_value_heads"], meta["length"], meta["config"]["head_dim"])
+    shape = (
+        meta["batch"],
+        meta["config"]["num_key_value_heads"],
+        meta["length"],
+        meta["config"]["head_dim"],
+    )
     return shape, math.prod(shape) * DTYPES[meta["dtype"]].size
 
 
@@ -146,7 +181,9 @@ def _max_length(meta: Mapping[str, Any], model: Llama, path: Path) -> int | None
         return None
     length, most = meta.get("max_length"), model.config.max_position_embeddings
     if type(length) is not int or not 1 <= length <= most:
-        raise CacheError(f"{path}: max_length is {_told('max_length', length)}, expected 1 to {most}; {_DAMAGED}")
+        raise CacheError(
+            f"{path}: max_length is {_told('max_length', length)}, expected 1 to {most}; {_DAMAGED}"
+        )
     return length
 
 
@@ -159,30 +196,44 @@ def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -
             continue
         if type(theirs) is not type(value) or theirs != value:
             remedy = _REMEDIES.get(key, _REMEDY)
-            raise CacheError(f"{path}: {key} is {_told(key, theirs)}, expected {_told(key, value)} as the model's; {remedy}")
+            raise CacheError(
+                f"{path}: {key} is {_told(key, theirs)}, expected {_told(key, value)} as the model's; {remedy}"
+            )
     rest = {"length": int, "batch": int, "use_kv_cache": bool, "guarded": bool, "sha256": str}
     for key in sorted(set(found) ^ {*_flat(expected), *rest}):
-        raise CacheError(f"{path}: {key} is {'not known' if key in found else 'missing'}, expected the fields of {FORMAT}; {_DAMAGED}")
+        raise CacheError(
+            f"{path}: {key} is {'not known' if key in found else 'missing'}, expected the fields of {FORMAT}; {_DAMAGED}"
+        )
     for key, kind in rest.items():
         if type(meta[key]) is not kind:
-            raise CacheError(f"{path}: {key} is {meta[key]!r:.120}, expected {kind.__name__}; {_DAMAGED}")
+            raise CacheError(
+                f"{path}: {key} is {meta[key]!r:.120}, expected {kind.__name__}; {_DAMAGED}"
+            )
     length, batch, most = meta["length"], meta["batch"], expected["max_length"]
     if not 0 <= length <= most or (batch < 1 if length else batch != 0):
         sizes = f"length is {length} and batch {batch}"
-        raise CacheError(f"{path}: {sizes}, expected 0 to {most} tokens and a batch where there are any; {_DAMAGED}")
+        raise CacheError(
+            f"{path}: {sizes}, expected 0 to {most} tokens and a batch where there are any; {_DAMAGED}"
+        )
 
 
-def _read_layers(file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path) -> tuple[Layer, ...]:
+def _read_layers(
+    file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path
+) -> tuple[Layer, ...]:
     """The rows, which must be all that the file holds and have the digest that it names."""
     header, (shape, size) = _header(meta), _sizes(meta)
     whole = len(header) + 2 * len(cache.layers) * size
     found = file.seek(0, 2)
     if found != whole:
-        raise CacheError(f"{path}: has {found} bytes, expected {whole} for {meta['length']} tokens; {_DAMAGED}")
+        raise CacheError(
+            f"{path}: has {found} bytes, expected {whole} for {meta['length']} tokens; {_DAMAGED}"
+        )
     file.seek(0)
     if file.read(len(header)) != header:
         sizes = f"length {meta['length']} and batch {meta['batch']}"
-        raise CacheError(f"{path}: its table of rows is another than {sizes} make, expected that one; {_DAMAGED}")
+        raise CacheError(
+            f"{path}: its table of rows is another than {sizes} make, expected that one; {_DAMAGED}"
+        )
     claimed = meta.pop("sha256")
     digest, layers = _digest(meta), [Layer()] * len(cache.layers)
     for i in range(len(layers) if size else 0):
@@ -190,13 +241,21 @@ def _read_layers(file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path)
         digest.update(keys)
         digest.update(values)
         # As a call appends them: buffers of another shape could take another way through a product.
-        layers[i] = layers[i].append(_array(keys, cache.dtype, shape), _array(values, cache.dtype, shape))
+        layers[i] = layers[i].append(
+            _array(keys, cache.dtype, shape), _array(values, cache.dtype, shape)
+        )
         mx.eval(layers[i].buffers)
     if digest.hexdigest() != claimed:
-        raise CacheError(f"{path}: sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says; it was changed: {_DAMAGED}")
+        raise CacheError(
+            f"{path}: sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says; it was changed: {_DAMAGED}"
+        )
     for i, layer in enumerate(layers):
-        if layer.buffers is not None and not all(mx.all(mx.isfinite(b)).item() for b in layer.buffers):
-            raise CacheError(f"{path}: layer {i} holds nan or inf, expected finite {meta['dtype']} rows; fill a new cache")
+        if layer.buffers is not None and not all(
+            mx.all(mx.isfinite(b)).item() for b in layer.buffers
+        ):
+            raise CacheError(
+                f"{path}: layer {i} holds nan or inf, expected finite {meta['dtype']} rows; fill a new cache"
+            )
     return tuple(layers)
 
 
@@ -215,7 +274,9 @@ def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
 
 def _device(dtype: mx.Dtype) -> AbstractContextManager[None]:
     # MLX has float64 on the CPU only.
-    device: AbstractContextManager[None] = mx.stream(mx.cpu if dtype == mx.float64 else mx.default_device())
+    device: AbstractContextManager[None] = mx.stream(
+        mx.cpu if dtype == mx.float64 else mx.default_device()
+    )
     return device
 
 
@@ -223,7 +284,9 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
     found: dict[str, Any] = {}
     for key, entry in value.items():
-        found |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
+        found |= (
+            _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from mlx import nn
 
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
@@ -60,7 +60,9 @@ class Attention(nn.Module):
         keys = self._heads(self.k_proj(x), self.n_kv_heads)  # [B, K, L, D]
         values = self._heads(self.v_proj(x), self.n_kv_heads)
         # Both at once: decoding is made of small operations, and this saves six a layer.
-        turned = rotate(mx.concatenate([queries, keys], axis=1), *cache.rotation(start, L))  # [B, H + K, L, D]
+        turned = rotate(
+            mx.concatenate([queries, keys], axis=1), *cache.rotation(start, L)
+        )  # [B, H + K, L, D]
         queries, keys = turned[:, : self.n_heads], turned[:, self.n_heads :]
         keys, values = cache.extend(self.layer, keys, values)  # [B, K, S, D]
         hidden = fitting(cache.mask(L, start), (B, self.n_heads, L, keys.shape[2]))
@@ -71,7 +73,9 @@ class Attention(nn.Module):
         B, L, _ = x.shape
         return x.reshape(B, L, n, self.head_dim).swapaxes(1, 2)
 
-    def _attend(self, queries: mx.array, keys: mx.array, values: mx.array, hidden: mx.array | None) -> mx.array:
+    def _attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, hidden: mx.array | None
+    ) -> mx.array:
         dtype = ops.accurate(queries.dtype)
         wide = queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
         return blockwise(*wide, scale=self.scale, hidden=hidden).astype(queries.dtype)
@@ -131,7 +135,14 @@ class Llama(nn.Module):
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
-    def __call__(self, tokens: Tokens, *, cache: Cache, index_pos: int | None = None, all_positions: bool = False) -> mx.array:
+    def __call__(
+        self,
+        tokens: Tokens,
+        *,
+        cache: Cache,
+        index_pos: int | None = None,
+        all_positions: bool = False,
+    ) -> mx.array:
         """Logits of the last position (B, V), or of all (B, L, V); float32, or float64 where the weights are.
 
         `tokens` (B, L) are ids; `index_pos` is the position of the first of them, left to the cache when None. Refuses
@@ -154,21 +165,31 @@ class Llama(nn.Module):
         try:
             ids = np.array(tokens)
         except ValueError as error:
-            raise CacheError("tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers") from error
+            raise CacheError(
+                "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers"
+            ) from error
         if ids.ndim != 2 or (ids.size and ids.dtype.kind not in "iu"):
-            raise CacheError(f"tokens: expected whole numbers of shape (B, L), got shape {ids.shape} {ids.dtype}")
+            raise CacheError(
+                f"tokens: expected whole numbers of shape (B, L), got shape {ids.shape} {ids.dtype}"
+            )
         V = self.config.vocab_size
         if ids.size and not (ids.min() >= 0 and ids.max() < V):
             worst = ids.max() if ids.max() >= V else ids.min()
             raise CacheError(f"tokens: id {worst} is outside the vocabulary of {V}")
         return ids.astype(np.int32)
 
-    def _logits(self, ids: npt.NDArray[np.int32], cache: Cache, start: int, all_positions: bool) -> mx.array:
+    def _logits(
+        self, ids: npt.NDArray[np.int32], cache: Cache, start: int, all_positions: bool
+    ) -> mx.array:
         x = self.embed_tokens(mx.array(ids))  # [B, L, E]
         for block in self.layers:
             x = block(x, cache, start)
-        x = self.norm(x if all_positions else x[:, -1])  # the other rows' logits would be thrown away
-        logits = self.embed_tokens.as_linear(x) if self.config.tie_word_embeddings else self.lm_head(x)
+        x = self.norm(
+            x if all_positions else x[:, -1]
+        )  # the other rows' logits would be thrown away
+        logits = (
+            self.embed_tokens.as_linear(x) if self.config.tie_word_embeddings else self.lm_head(x)
+        )
         return logits.astype(ops.accurate(logits.dtype))
 
 
@@ -179,7 +200,9 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def blockwise(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None) -> mx.array:
+def blockwise(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None
+) -> mx.array:
     """`ops.attention`, QUERIES queries at a time: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
     No query of a block sees a key after the block's last one, so that a long prompt costs little more than half the work
@@ -193,14 +216,18 @@ def blockwise(queries: mx.array, keys: mx.array, values: mx.array, *, scale: flo
         last = min(first + QUERIES, L)
         seen = S - L + last
         rows, columns = queries[:, :, first:last], hidden[first:last, :seen]
-        blocks.append(ops.attention(rows, keys[:, :, :seen], values[:, :, :seen], scale=scale, hidden=columns))
+        blocks.append(
+            ops.attention(rows, keys[:, :, :seen], values[:, :, :seen], scale=scale, hidden=columns)
+        )
     return mx.concatenate(blocks, axis=2)
 
 
 def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None:
     """The mask as booleans, refused where candle's broadcast would fail; MLX would stretch an axis of 1."""
     if hidden is not None and hidden.shape != scores[2:]:
-        raise CacheError(f"cannot broadcast {list(hidden.shape)} to {list(scores)}: the cache holds other rows than index_pos says")
+        raise CacheError(
+            f"cannot broadcast {list(hidden.shape)} to {list(scores)}: the cache holds other rows than index_pos says"
+        )
     return None if hidden is None else hidden.astype(mx.bool_)
 
 

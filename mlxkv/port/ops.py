@@ -50,14 +50,18 @@ def silu(x: mx.array) -> mx.array:
     return x * (0.5 * (1.0 + mx.tanh(0.5 * x)))
 
 
-def attention(queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None) -> mx.array:
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None
+) -> mx.array:
     """softmax(queries @ keys^T * scale) @ values: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
     `hidden` (L, S) is true where a query may not see a key. Query head h reads KV head h // (H / K).
     """
     if queries.dtype != mx.float64:
         visible = None if hidden is None else mx.logical_not(hidden)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=visible)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=visible
+        )
     B, H, L, D = queries.shape
     K = keys.shape[1]
     grouped = queries.reshape(B, K, H // K, L, D)

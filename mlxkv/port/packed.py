@@ -14,7 +14,7 @@ from mlx.utils import tree_unflatten
 from mlxkv.port.llama import Llama
 
 if TYPE_CHECKING:
-    from oracle.checkpoint import Checkpoint
+    from oracle.model.checkpoint import Checkpoint
 
 
 class Packed(nn.Module):
@@ -23,11 +23,17 @@ class Packed(nn.Module):
     def __init__(self, *, bits: int, group_size: int) -> None:
         super().__init__()
         self.bits, self.group_size = bits, group_size
-        self.weight, self.scales, self.biases = mx.zeros((0,), mx.uint32), mx.zeros((0,)), mx.zeros((0,))
+        self.weight, self.scales, self.biases = (
+            mx.zeros((0,), mx.uint32),
+            mx.zeros((0,)),
+            mx.zeros((0,)),
+        )
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., in] times its transpose -> [..., out]; of an embedding a tied head."""
-        return product(x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size)
+        return product(
+            x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size
+        )
 
 
 class PackedLinear(Packed):
@@ -53,12 +59,16 @@ class PackedEmbedding(Packed):
         return mx.dequantize(*rows, group_size=self.group_size, bits=self.bits)
 
 
-def product(x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int) -> mx.array:
+def product(
+    x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int
+) -> mx.array:
     """x [..., in] times the transpose of a packed weight (out, in) -> [..., out] in x's dtype."""
     # MLX's CPU kernel adds up in x's own dtype: in bfloat16 576 products are off by 2.7e-2, 1536 by 4.4e-2; rounded once, 1.7e-3.
     wide = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else x.dtype
     scales, biases = scales.astype(wide), biases.astype(wide)
-    return mx.quantized_matmul(x.astype(wide), words, scales, biases, group_size=group_size, bits=bits).astype(x.dtype)
+    return mx.quantized_matmul(
+        x.astype(wide), words, scales, biases, group_size=group_size, bits=bits
+    ).astype(x.dtype)
 
 
 def install(model: Llama, checkpoint: Checkpoint) -> None:
@@ -68,11 +78,18 @@ def install(model: Llama, checkpoint: Checkpoint) -> None:
         path = name.removesuffix(".weight")
         kind = PackedEmbedding if path == "model.embed_tokens" else PackedLinear
         bias = {"bias": True} if f"{path}.bias" in checkpoint.tensors else {}
-        found.append((path.removeprefix("model."), kind(bits=packed.bits, group_size=packed.group_size, **bias)))
+        found.append(
+            (
+                path.removeprefix("model."),
+                kind(bits=packed.bits, group_size=packed.group_size, **bias),
+            )
+        )
     model.update_modules(tree_unflatten(found))
 
 
-def unpacked(words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int) -> mx.array:
+def unpacked(
+    words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int
+) -> mx.array:
     """uint32 (out, in * bits / 32), float64 scales and biases (out, in / group_size) -> float64 (out, in), on the CPU.
 
     MLX reads the whole numbers, in float32, which holds them all; the affine part is written here.

@@ -12,12 +12,14 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.port.config import LlamaConfig, Rope
+from mlxkv.port.config.llama import LlamaConfig, Rope
 
 Floats = npt.NDArray[np.floating]
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, dtype: type[np.floating] = np.float32, length: int = 1) -> Floats:
+def inverse_frequencies(
+    rope: Rope, head_dim: int, dtype: type[np.floating] = np.float32, length: int = 1
+) -> Floats:
     """(head_dim / 2,) angles per position: 1 / theta^(i / head_dim) for i = 0, 2, 4, ..., changed as the type of RoPE says.
 
     `length` is that of the longest sequence; only longrope looks at it.
@@ -32,7 +34,11 @@ def inverse_frequencies(rope: Rope, head_dim: int, dtype: type[np.floating] = np
         case "yarn":
             return _yarn(frequencies, rope)
         case "longrope":
-            stretch = rope.long_factor if length > rope.original_max_position_embeddings else rope.short_factor
+            stretch = (
+                rope.long_factor
+                if length > rope.original_max_position_embeddings
+                else rope.short_factor
+            )
             return np.asarray(frequencies / np.array(stretch, dtype))
     return np.asarray(frequencies)
 
@@ -44,7 +50,9 @@ def attention_factor(rope: Rope) -> float:
     if rope.factor <= 1 or rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.rope_type == "longrope":
-        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+        return math.sqrt(
+            1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings)
+        )
     stretch = 0.1 * math.log(rope.factor)
     # Either alone says nothing, in transformers too.
     if rope.mscale and rope.mscale_all_dim:
@@ -52,11 +60,15 @@ def attention_factor(rope: Rope) -> float:
     return stretch + 1
 
 
-def tables(config: LlamaConfig, dtype: type[np.floating] = np.float32, *, length: int | None = None) -> tuple[Floats, Floats]:
+def tables(
+    config: LlamaConfig, dtype: type[np.floating] = np.float32, *, length: int | None = None
+) -> tuple[Floats, Floats]:
     """cos and sin, each (length, head_dim / 2), for the position times each inverse frequency; length as `span` gives it."""
     rows = span(config) if length is None else length
     positions = np.arange(rows).astype(dtype)
-    angles = positions[:, None] * inverse_frequencies(config.rope, config.head_dim, dtype, rows)[None, :]
+    angles = (
+        positions[:, None] * inverse_frequencies(config.rope, config.head_dim, dtype, rows)[None, :]
+    )
     scale = dtype(attention_factor(config.rope))
     return np.cos(angles) * scale, np.sin(angles) * scale
 
@@ -64,7 +76,11 @@ def tables(config: LlamaConfig, dtype: type[np.floating] = np.float32, *, length
 def span(config: LlamaConfig) -> int:
     """The positions that tables serve where nobody says how long the sequence will be."""
     most = config.max_position_embeddings
-    return min(most, config.rope.original_max_position_embeddings) if config.rope.rope_type == "longrope" else most
+    return (
+        min(most, config.rope.original_max_position_embeddings)
+        if config.rope.rope_type == "longrope"
+        else most
+    )
 
 
 def end(config: LlamaConfig, length: int, needed: int) -> str:
@@ -83,7 +99,11 @@ def _llama3(frequencies: Floats, rope: Rope) -> Floats:
     """Llama 3.1's scaling: long waves divided by the factor, short ones kept, those between them blended."""
     dtype = frequencies.dtype.type
     wavelengths = dtype(2 * np.pi) / frequencies
-    original, low, high = dtype(rope.original_max_position_embeddings), dtype(rope.low_freq_factor), dtype(rope.high_freq_factor)
+    original, low, high = (
+        dtype(rope.original_max_position_embeddings),
+        dtype(rope.low_freq_factor),
+        dtype(rope.high_freq_factor),
+    )
     # 0 at the longest wave that is still divided, 1 at the shortest that is not.
     smooth = np.clip((original / wavelengths - low) / (high - low), dtype(0), dtype(1))
     blended: Floats = (dtype(1) - smooth) * frequencies / dtype(rope.factor) + smooth * frequencies
@@ -99,11 +119,17 @@ def _yarn(frequencies: Floats, rope: Rope) -> Floats:
     # As published, the upper bound is that of a head's elements and not of its pairs.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first if last != first else 0.001
-    ramp = np.clip((np.arange(pairs).astype(dtype) - dtype(first)) / dtype(width), dtype(0), dtype(1))
+    ramp = np.clip(
+        (np.arange(pairs).astype(dtype) - dtype(first)) / dtype(width), dtype(0), dtype(1)
+    )
     slowed: Floats = frequencies * (dtype(1) - ramp) + frequencies / dtype(rope.factor) * ramp
     return slowed
 
 
 def _pair_turning(turns: float, rope: Rope, pairs: int) -> float:
     """The index, a fraction of one too, of the pair that turns so often over the original context."""
-    return pairs * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(rope.theta)
+    return (
+        pairs
+        * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+        / math.log(rope.theta)
+    )

@@ -9,19 +9,23 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_map, tree_unflatten
 
-from mlxkv.port.config import ConfigError, LlamaConfig
+from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.ops import dtype_of, name_of
 from mlxkv.port.packed import install, unpacked
-from oracle.checkpoint import Checkpoint, resolve
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import Checkpoint, resolve
 
 STORED = ("F32", "F16", "BF16")
 """What MLX reads as floats; it reads no F64. Integers are weights only where the checkpoint says how they are packed."""
 
 
 def load(
-    path: str | Path | None = None, dtype: str = "float32", *, rounded_to: str | None = None, ignore_keys: Sequence[str] = ()
+    path: str | Path | None = None,
+    dtype: str = "float32",
+    *,
+    rounded_to: str | None = None,
+    ignore_keys: Sequence[str] = (),
 ) -> Llama:
     """A Llama from a folder, a GGUF file, a hub id, or (None) the default model.
 
@@ -32,7 +36,9 @@ def load(
     return from_checkpoint(checkpoint, dtype, rounded_to=rounded_to)
 
 
-def from_checkpoint(checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None) -> Llama:
+def from_checkpoint(
+    checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None
+) -> Llama:
     """A Llama from a checkpoint that has been resolved already; packed weights stay packed, but in float64."""
     config = LlamaConfig.of(checkpoint)
     expected = _shapes(config)
@@ -72,8 +78,14 @@ class _Stored:
     def check_tied(self) -> None:
         """A tied head may be stored once more, but then it is the embedding; which of two would count differs by engine."""
         for part in ("weight", "scales", "biases"):
-            head, embedding = (self._arrays.get(f"{module}.{part}") for module in ("lm_head", "model.embed_tokens"))
-            if head is not None and (embedding is None or head.dtype != embedding.dtype or not mx.array_equal(head, embedding).item()):
+            head, embedding = (
+                self._arrays.get(f"{module}.{part}") for module in ("lm_head", "model.embed_tokens")
+            )
+            if head is not None and (
+                embedding is None
+                or head.dtype != embedding.dtype
+                or not mx.array_equal(head, embedding).item()
+            ):
                 where, name = self.checkpoint.folder, f"lm_head.{part}"
                 raise Refusal(
                     f"{where}: {name} differs from model.embed_tokens.{part} though tie_word_embeddings is true; correct config.json"
@@ -84,7 +96,9 @@ class _Stored:
         packed = self.checkpoint.packed.get(name)
         if packed is None:
             return {name: self._rounded(name)}
-        return {name: self._arrays.pop(name)} | {part: self._rounded(part) for part in (packed.scales, packed.biases)}
+        return {name: self._arrays.pop(name)} | {
+            part: self._rounded(part) for part in (packed.scales, packed.biases)
+        }
 
     def whole(self, name: str) -> dict[str, mx.array]:
         """A weight unpacked in float64, or as it is stored."""
@@ -92,13 +106,19 @@ class _Stored:
         if packed is None:
             return parts
         scales, biases = (parts[part].astype(mx.float64) for part in (packed.scales, packed.biases))
-        return {name: unpacked(parts[name], scales, biases, bits=packed.bits, group_size=packed.group_size)}
+        return {
+            name: unpacked(
+                parts[name], scales, biases, bits=packed.bits, group_size=packed.group_size
+            )
+        }
 
     def _rounded(self, name: str) -> mx.array:
         rounded = self._arrays.pop(name).astype(self.dtype)
         if not mx.isfinite(rounded).all().item():
             file, dtype = self.checkpoint.tensors[name].file, name_of(self.dtype)
-            raise Refusal(f"{file}: {name} holds NaN or infinity in {dtype}, expected finite weights; check the file")
+            raise Refusal(
+                f"{file}: {name} holds NaN or infinity in {dtype}, expected finite weights; check the file"
+            )
         return rounded
 
 
@@ -111,7 +131,9 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied: bool) -> list[str]:
+def _names(
+    checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied: bool
+) -> list[str]:
     found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
     if tied:
         found.discard("lm_head.weight")
@@ -120,14 +142,20 @@ def _names(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied
             f"{checkpoint.folder}: tensor {name} is missing ({len(set(expected) - found)} in all); the weights do not fit config.json"
         )
     for name in sorted(found - set(expected)):
-        raise Refusal(f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json")
+        raise Refusal(
+            f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json"
+        )
     for name, shape in expected.items():
         found_shape, stored = checkpoint.weights[name], checkpoint.tensors[name].dtype
         if found_shape != shape:
             how = " unpacked" if name in checkpoint.packed else ""
-            raise Refusal(f"{checkpoint.folder}: {name} has shape {list(found_shape)}{how}, expected {list(shape)} by config.json")
+            raise Refusal(
+                f"{checkpoint.folder}: {name} has shape {list(found_shape)}{how}, expected {list(shape)} by config.json"
+            )
         if stored not in STORED and name not in checkpoint.packed:
-            raise Refusal(f"{checkpoint.folder}: {name} is stored as {stored}, expected one of {', '.join(STORED)}; convert it first")
+            raise Refusal(
+                f"{checkpoint.folder}: {name} is stored as {stored}, expected one of {', '.join(STORED)}; convert it first"
+            )
     return list(expected)
 
 

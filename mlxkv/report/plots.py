@@ -13,14 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from mlxkv.judge.locate import Strip
+from mlxkv.commands.locate.place import Strip
 from mlxkv.judge.result import Curve
 from mlxkv.report.text import power, quoted
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
 
 # Okabe and Ito's colours, told apart by colour-blind readers; marker and dash tell the lines apart without any colour.
-_LOOKS = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
-_SETTINGS = {"svg.hashsalt": "mlxkv", "svg.fonttype": "none", "text.parse_math": False, "font.size": 10}
+_LOOKS = (
+    ("#0072B2", "o", "-"),
+    ("#D55E00", "s", "--"),
+    ("#009E73", "^", "-."),
+    ("#CC79A7", "D", ":"),
+)
+_SETTINGS = {
+    "svg.hashsalt": "mlxkv",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10,
+}
 _MOST_TOKENS = 40
 _MOST_COLUMNS = 120  # of a strip: more positions share a column, which shows the largest
 _DECADES = (-17, 4)  # of its colours; what is outside has the last one's
@@ -33,28 +43,57 @@ def load() -> tuple[Any, Any, Any]:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Refusal("plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'") from error
+        raise Refusal(
+            "plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'"
+        ) from error
     return matplotlib, FigureCanvasSVG, Figure
 
 
 def error_by_position(
-    curves: Sequence[Curve], floor: Sequence[float], *, limit: float, texts: Sequence[str] = (), title: str = "Error by position"
+    curves: Sequence[Curve],
+    floor: Sequence[float],
+    *,
+    limit: float,
+    texts: Sequence[str] = (),
+    title: str = "Error by position",
 ) -> str:
     """`floor` has a value for each position; `limit` is in floors. `texts`, the tokens, stand below up to 40 positions."""
     matplotlib, FigureCanvasSVG, Figure = load()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # glyphs missing from the font that only measures the text
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # glyphs missing from the font that only measures the text
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         axes, at = figure.add_subplot(), np.arange(len(floor))
         axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
-        axes.plot(at, np.multiply(floor, limit), color="#000000", linewidth=1, label=f"limit, {limit:g} floors")
+        axes.plot(
+            at,
+            np.multiply(floor, limit),
+            color="#000000",
+            linewidth=1,
+            label=f"limit, {limit:g} floors",
+        )
         for i, curve in enumerate(curves):
             color, marker, line = _LOOKS[i % len(_LOOKS)]
             size = 4 if len(floor) <= _MOST_TOKENS else 0
             rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
-            axes.plot(curve.positions, rms, color=color, marker=marker, linestyle=line, markersize=size, linewidth=1.2, label=curve.plan)
-        axes.set(title=title, ylabel="rms error against float64 (logits)", yscale="log", xlim=(-0.5, len(floor) - 0.5))
+            axes.plot(
+                curve.positions,
+                rms,
+                color=color,
+                marker=marker,
+                linestyle=line,
+                markersize=size,
+                linewidth=1.2,
+                label=curve.plan,
+            )
+        axes.set(
+            title=title,
+            ylabel="rms error against float64 (logits)",
+            yscale="log",
+            xlim=(-0.5, len(floor) - 0.5),
+        )
         # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is read as such.
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -64,7 +103,13 @@ def error_by_position(
         return _svg(figure)
 
 
-def heat_strip(strip: Strip, *, texts: Sequence[str] = (), at: tuple[int, int] | None = None, title: str = "Error by layer") -> str:
+def heat_strip(
+    strip: Strip,
+    *,
+    texts: Sequence[str] = (),
+    at: tuple[int, int] | None = None,
+    title: str = "Error by layer",
+) -> str:
     """A strip of colours, layers upwards and positions to the right; `at`, a layer and a position, is outlined.
 
     What is not finite is grey. One colour to a decade; the limit stands in the title of the colours.
@@ -85,14 +130,26 @@ def heat_strip(strip: Strip, *, texts: Sequence[str] = (), at: tuple[int, int] |
         norm = matplotlib.colors.BoundaryNorm(decades, 256)
         edges = np.append(starts, n) - 0.5
         mesh = axes.pcolormesh(
-            edges, np.arange(layers + 1) - 0.5, np.ma.masked_invalid(shown), norm=norm, cmap="cividis", edgecolors="face", linewidth=0.2
+            edges,
+            np.arange(layers + 1) - 0.5,
+            np.ma.masked_invalid(shown),
+            norm=norm,
+            cmap="cividis",
+            edgecolors="face",
+            linewidth=0.2,
         )
-        bar = figure.colorbar(mesh, ax=axes, ticks=decades[::3], format=lambda value, _: power(value))
+        bar = figure.colorbar(
+            mesh, ax=axes, ticks=decades[::3], format=lambda value, _: power(value)
+        )
         bar.set_label(f"limit {power(strip.limit)}")
         if at is not None:
             x = int(np.searchsorted(starts, at[1], side="right")) - 1
             corner, wide = (edges[x], at[0] - 0.5), edges[x + 1] - edges[x]
-            axes.add_patch(matplotlib.patches.Rectangle(corner, wide, 1, fill=False, edgecolor="#D55E00", linewidth=2))
+            axes.add_patch(
+                matplotlib.patches.Rectangle(
+                    corner, wide, 1, fill=False, edgecolor="#D55E00", linewidth=2
+                )
+            )
         axes.set(title=title, ylabel="layer")
         axes.yaxis.get_major_locator().set_params(integer=True)
         _label_positions(axes, n, texts)
@@ -101,7 +158,12 @@ def heat_strip(strip: Strip, *, texts: Sequence[str] = (), at: tuple[int, int] |
 
 def _label_positions(axes: Any, n: int, texts: Sequence[str]) -> None:
     if len(texts) == n <= _MOST_TOKENS:
-        axes.set_xticks(np.arange(n), [f"{quoted(text)} {i}" for i, text in enumerate(texts)], rotation=90, fontsize=8)
+        axes.set_xticks(
+            np.arange(n),
+            [f"{quoted(text)} {i}" for i, text in enumerate(texts)],
+            rotation=90,
+            fontsize=8,
+        )
         axes.set_xlabel("token and position")
     else:
         axes.set_xlabel("position")

@@ -21,7 +21,9 @@ def pretty(value: Any) -> str:
 
 def quoted(text: str) -> str:
     """A token or a prompt in quotes; what cannot be printed is escaped, so that no text can steer a terminal."""
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
+    return "".join(
+        c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False)
+    )
 
 
 def code(text: str) -> str:
@@ -54,7 +56,10 @@ def ordered(value: float, limit: float) -> tuple[str, str]:
         if limit < 1e-3:
             shown = f"{value:.{digits - 1}e}", f"{limit:g}"
         else:
-            shown = f"{value:.{digits}f}" if value < 1e5 else f"{value:.{digits}e}", f"{limit:.{digits}f}"
+            shown = (
+                f"{value:.{digits}f}" if value < 1e5 else f"{value:.{digits}e}",
+                f"{limit:.{digits}f}",
+            )
         if _order(float(shown[0]), float(shown[1])) == _order(value, limit):
             break
     return shown
@@ -65,7 +70,15 @@ def headroom(gate: Gate) -> str:
     times = gate.headroom
     if math.isnan(times):
         return "-"
-    return f"{times:.0f}x" if times >= 10 else f"{times:.1f}x" if times >= 0.1 else f"{times:.2f}x" if times >= 0.01 else "<0.01x"
+    return (
+        f"{times:.0f}x"
+        if times >= 10
+        else f"{times:.1f}x"
+        if times >= 0.1
+        else f"{times:.2f}x"
+        if times >= 0.01
+        else "<0.01x"
+    )
 
 
 def where(gate: Gate) -> str:
@@ -74,7 +87,9 @@ def where(gate: Gate) -> str:
         return gate.reason
     parts = [f"layer {gate.layer} head {gate.head}"] if gate.layer is not None else []
     if gate.position is not None:
-        parts.append(f"pos {gate.position}" + (f" {quoted(gate.token)}" if gate.token is not None else ""))
+        parts.append(
+            f"pos {gate.position}" + (f" {quoted(gate.token)}" if gate.token is not None else "")
+        )
     return " ".join(parts) or "-"
 
 
@@ -88,7 +103,10 @@ def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
     """Aligned lines for a terminal; columns not in `left` are right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in [head, *rows]
     ]
 
@@ -97,13 +115,21 @@ def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[st
     """A Markdown table, aligned in its source too."""
     widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
     rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    lines = [[c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))] for r in [head, rule, *rows]]
+    lines = [
+        [
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ]
+        for r in [head, rule, *rows]
+    ]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Names and values of what a run depends on, as text."""
-    return tuple((name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID)
+    return tuple(
+        (name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID
+    )
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -116,7 +142,9 @@ def side_by_side(sides: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list
     names = list(dict.fromkeys(name for _, rows in sides for name, _ in rows))
     values = [dict(rows) for _, rows in sides]
     cells = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
-    return markdown_table(("", *(title for title, _ in sides)), cells, left=set(range(len(sides) + 1)))
+    return markdown_table(
+        ("", *(title for title, _ in sides)), cells, left=set(range(len(sides) + 1))
+    )
 
 
 def _value(value: Any) -> str:

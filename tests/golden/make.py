@@ -21,7 +21,13 @@ def main(source: Path) -> None:
     for model in ("mha", "gqa", "mqa", "llama3"):
         target = HERE / "tiny" / model
         target.mkdir(parents=True, exist_ok=True)
-        for name in ("config.json", "model.safetensors", "plans.json", "outcomes.json", "rows.safetensors"):
+        for name in (
+            "config.json",
+            "model.safetensors",
+            "plans.json",
+            "outcomes.json",
+            "rows.safetensors",
+        ):
             shutil.copyfile(source / "tiny" / model / name, target / name)
     target = HERE / "smollm2"
     target.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxkv.port.cache import Cache, CacheError
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
 
 ModelOf = Callable[..., Llama]
@@ -31,13 +31,18 @@ def fresh(model: Llama, **options: Any) -> Cache:
 
 def run(model: Llama, cache: Cache, *calls: list[int], index_pos: int | None = None) -> Array:
     """The rows of every call, one after the other."""
-    found = [np.array(model([ids], cache=cache, index_pos=index_pos, all_positions=True)[0]) for ids in calls]
+    found = [
+        np.array(model([ids], cache=cache, index_pos=index_pos, all_positions=True)[0])
+        for ids in calls
+    ]
     return np.concatenate([np.zeros((0, model.config.vocab_size), np.float32), *found])
 
 
 def held(cache: Cache) -> list[Array]:
     """keys and values of every layer, as they are now."""
-    return [np.array(a) for layer in cache.layers for a in (layer.keys, layer.values) if a is not None]
+    return [
+        np.array(a) for layer in cache.layers for a in (layer.keys, layer.values) if a is not None
+    ]
 
 
 def same(a: list[Array], b: list[Array]) -> bool:
@@ -55,9 +60,13 @@ def refused(act: Callable[[], Any], cache: Cache) -> str:
     return str(caught.value)
 
 
-def rows(random: np.random.Generator, config: LlamaConfig, n: int, batch: int = 1) -> tuple[Array, Array]:
+def rows(
+    random: np.random.Generator, config: LlamaConfig, n: int, batch: int = 1
+) -> tuple[Array, Array]:
     shape = (batch, config.num_key_value_heads, n, config.head_dim)
-    return random.standard_normal(shape).astype(np.float32), random.standard_normal(shape).astype(np.float32)
+    return random.standard_normal(shape).astype(np.float32), random.standard_normal(shape).astype(
+        np.float32
+    )
 
 
 def extend(cache: Cache, new: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from candle import outcomes_of, plan_of
 from safetensors.numpy import load_file
 
-from mlxkv.engines.candle import outcomes_of, plan_of
 from mlxkv.engines.port import Runner
 from mlxkv.port.llama import Llama
-from oracle.plan import Plan
-from oracle.trace import Outcome
+from oracle.formats.plan import Plan
+from oracle.formats.trace import Outcome
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = ("mha", "gqa", "mqa", "llama3")
@@ -96,7 +96,9 @@ class Golden:
         if rows.shape != self.rows.shape:
             return Ratio(float("nan"), float("nan"))
         squares = np.mean((rows.astype(np.float64) - self.rows) ** 2, axis=1)
-        return Ratio(float(squares.mean() ** 0.5) / self.noise, float(squares.max() ** 0.5) / self.noise)
+        return Ratio(
+            float(squares.mean() ** 0.5) / self.noise, float(squares.max() ** 0.5) / self.noise
+        )
 
     def _wrong_rows(self, runner: Runner) -> Iterator[str]:
         if self.rows is None:
@@ -125,7 +127,10 @@ class Golden:
 
 def said(error: str) -> tuple[str, ...]:
     """What the port must say where candle says `error`: both shapes, or the position and the limit."""
-    narrow = re.fullmatch(r"narrow invalid args start \+ len > dim_len: \[(\d+), \d+\], dim: 0, start: (\d+), len:1", error)
+    narrow = re.fullmatch(
+        r"narrow invalid args start \+ len > dim_len: \[(\d+), \d+\], dim: 0, start: (\d+), len:1",
+        error,
+    )
     if narrow:
         return f"position {narrow[2]}", f"max_position_embeddings is {narrow[1]}"
     assert error.startswith("cannot broadcast"), error

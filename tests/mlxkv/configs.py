@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxkv.port.config import ConfigError, LlamaConfig, Rope
+from mlxkv.port.config.llama import ConfigError, LlamaConfig, Rope
 
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,13 +118,23 @@ LLAMA2_7B: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 32000,
 }
-LINEAR = LLAMA2_7B | {"max_position_embeddings": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}}
+LINEAR = LLAMA2_7B | {
+    "max_position_embeddings": 16384,
+    "rope_scaling": {"factor": 4.0, "type": "linear"},
+}
 YARN = LLAMA2_7B | {
     "max_position_embeddings": 65536,
-    "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True},
+    "rope_scaling": {
+        "factor": 16.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+        "finetuned": True,
+    },
 }
 # Llama-3.2-1B as transformers 5 saves it: theta stands only in rope_parameters.
-RESAVED: dict[str, Any] = {k: v for k, v in LLAMA32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")} | {
+RESAVED: dict[str, Any] = {
+    k: v for k, v in LLAMA32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")
+} | {
     "dtype": "bfloat16",
     "pad_token_id": None,
     "rope_parameters": {

@@ -10,14 +10,14 @@ from pathlib import Path
 import models
 import pytest
 
-from mlxkv import runtime
+from mlxkv.engines import machine as runtime
 
 runtime.prepare("cpu")
 
 from mlxkv.port.llama import Llama  # noqa: E402
 from mlxkv.port.weights import load  # noqa: E402
-from oracle.checkpoint import Checkpoint, resolve  # noqa: E402
-from oracle.process import alone  # noqa: E402
+from oracle.formats.disk import alone  # noqa: E402
+from oracle.model.checkpoint import Checkpoint, resolve  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +46,29 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
 
 
 @pytest.fixture(scope="session")
-def oracle_of(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def oracle_of(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """The oracle's run folder of a tiny model over models.SEQUENCE, by layout. Not to be written to."""
     made = tmp_path_factory.mktemp("oracle")
 
     def folder(layout: str) -> Path:
         out, ids = made / layout, ",".join(map(str, models.SEQUENCE))
-        command = ["oracle", "run", str(folder_of(layout)), "--tokens", ids, "--prompt-tokens", str(models.PROMPT), "--steps", "0"]
+        command = [
+            "oracle",
+            "run",
+            str(folder_of(layout)),
+            "--tokens",
+            ids,
+            "--prompt-tokens",
+            str(models.PROMPT),
+            "--steps",
+            "0",
+        ]
         if not out.exists():
-            subprocess.run([sys.executable, "-m", *command, "--out", str(out)], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", *command, "--out", str(out)], check=True, capture_output=True
+            )
         return out
 
     return folder
@@ -78,6 +92,15 @@ def default_oracle(room: Path) -> Path:
     folder = room / "default-oracle"
     with alone(room / "default-oracle.lock", waiting=lambda: None):
         if not (folder / "manifest.json").exists():
-            command = [sys.executable, "-m", "oracle", "run", "--prompt", "The capital of France is", "--out", str(folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "oracle",
+                "run",
+                "--prompt",
+                "The capital of France is",
+                "--out",
+                str(folder),
+            ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder

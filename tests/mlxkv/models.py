@@ -29,13 +29,30 @@ _COMMON = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True},
     "gqa": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
     # head_dim is not hidden_size / heads here, and every projection has a bias.
-    "mqa": {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
-    "llama3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True, "rope_scaling": LLAMA3},
+    "mqa": {
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama3": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "rope_scaling": LLAMA3,
+    },
 }
 
 
@@ -48,7 +65,10 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model by its Hugging Face name."""
     E, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (config[n] * config["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, E),
+        "model.norm.weight": (E,),
+    }
     if not config.get("tie_word_embeddings"):
         found["lm_head.weight"] = (V, E)
     attention = {"q_proj": (q, E), "k_proj": (kv, E), "v_proj": (kv, E), "o_proj": (E, q)}
@@ -83,7 +103,9 @@ def weights(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, npt.NDArra
     return found
 
 
-def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array] | None = None) -> Path:
+def save(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array] | None = None
+) -> Path:
     """A folder with config.json and one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -101,7 +123,9 @@ SEQUENCE = ids(24, seed=5)
 PROMPT = 5
 
 
-def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: list[int]) -> npt.NDArray[np.float64]:
+def forward(
+    config: Mapping[str, Any], weights: Mapping[str, Array], tokens: list[int]
+) -> npt.NDArray[np.float64]:
     """(L, V): logits of every position in float64 numpy, without a cache: the formulas, written down once more."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     L, D = len(tokens), config["head_dim"]
@@ -111,7 +135,11 @@ def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: lis
         return np.asarray(x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0))
 
     def norm(name: str, x: Array) -> Array:
-        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"])
+        return np.asarray(
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
+            * w[f"{name}.weight"]
+        )
 
     def turned(x: Array) -> Array:
         pairs = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * turns
@@ -123,20 +151,26 @@ def forward(config: Mapping[str, Any], weights: Mapping[str, Array], tokens: lis
         h = norm(f"{layer}.input_layernorm", x)
         q, k, v = (linear(f"{layer}.self_attn.{n}_proj", h).reshape(L, -1, D) for n in "qkv")
         k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (turned(k), v))
-        scores = np.einsum("ihd,jhd->hij", turned(q), k) / D**0.5 + np.triu(np.full((L, L), -np.inf), 1)
+        scores = np.einsum("ihd,jhd->hij", turned(q), k) / D**0.5 + np.triu(
+            np.full((L, L), -np.inf), 1
+        )
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("hij,jhd->ihd", shares / shares.sum(-1, keepdims=True), v)
         x = x + linear(f"{layer}.self_attn.o_proj", mixed.reshape(L, -1))
         h = norm(f"{layer}.post_attention_layernorm", x)
         gate = linear(f"{layer}.mlp.gate_proj", h)
-        x = x + linear(f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{layer}.mlp.up_proj", h))
+        x = x + linear(
+            f"{layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{layer}.mlp.up_proj", h)
+        )
     head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     found: npt.NDArray[np.float64] = norm("model.norm", x) @ w[f"{head}.weight"].T
     return found
 
 
 def _frequencies(config: Mapping[str, Any]) -> Array:
-    plain: Array = config["rope_theta"] ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    plain: Array = config["rope_theta"] ** (
+        -np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    )
     scaling = config.get("rope_scaling")
     if not scaling:
         return plain
@@ -144,4 +178,6 @@ def _frequencies(config: Mapping[str, Any]) -> Array:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     blend = (turns - low) / (high - low)
     between = (1 - blend) * plain / scaling["factor"] + blend * plain
-    return np.asarray(np.where(turns > high, plain, np.where(turns < low, plain / scaling["factor"], between)))
+    return np.asarray(
+        np.where(turns > high, plain, np.where(turns < low, plain / scaling["factor"], between))
+    )

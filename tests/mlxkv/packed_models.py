@@ -12,7 +12,13 @@ from mlx.utils import tree_map
 
 
 def quantised(
-    source: Path, to: Path, *, bits: int = 4, group_size: int = 32, stored: mx.Dtype = mx.float32, named: Mapping[str, Any] | None = None
+    source: Path,
+    to: Path,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    stored: mx.Dtype = mx.float32,
+    named: Mapping[str, Any] | None = None,
 ) -> Path:
     """The model of a folder with its matrices packed, but those whose rows are no whole groups; `stored` is every float's dtype.
 
@@ -28,10 +34,19 @@ def quantised(
             tensors[name] = array
         else:
             parts = mx.quantize(array, group_size=options["group_size"], bits=options["bits"])
-            tensors |= dict(zip((f"{path}.{part}" for part in ("weight", "scales", "biases")), parts, strict=True))
+            tensors |= dict(
+                zip(
+                    (f"{path}.{part}" for part in ("weight", "scales", "biases")),
+                    parts,
+                    strict=True,
+                )
+            )
     to.mkdir(parents=True)
     mx.save_safetensors(str(to / "model.safetensors"), tensors, metadata={"format": "mlx"})
     said = usual | named
-    config = json.loads((source / "config.json").read_text()) | {"quantization": said, "quantization_config": said}
+    config = json.loads((source / "config.json").read_text()) | {
+        "quantization": said,
+        "quantization_config": said,
+    }
     (to / "config.json").write_text(json.dumps(config))
     return to

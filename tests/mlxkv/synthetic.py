@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.judge.case import Case
-from oracle.plan import Plan, judged_plans
-from oracle.trace import Manifest, Meta, Trace
+from oracle.formats.plan import Plan, judged_plans
+from oracle.formats.run_folder import Manifest
+from oracle.formats.trace import Meta, Trace
 
 Array = npt.NDArray[Any]
 N, PROMPT, VOCAB, LAYERS, HEADS, DIM = 24, 5, 64, 2, 2, 8
@@ -46,20 +47,37 @@ def cache_names() -> list[str]:
     return [f"kv/a/{layer:03d}/{kind}" for layer in range(LAYERS) for kind in ("keys", "values")]
 
 
-def make_case(*, n: int = N, prompt: int = PROMPT, dtype: str = "float32", seed: int = 0, noise: float | None = None) -> Case:
+def make_case(
+    *,
+    n: int = N,
+    prompt: int = PROMPT,
+    dtype: str = "float32",
+    seed: int = 0,
+    noise: float | None = None,
+) -> Case:
     """The oracle's side."""
-    rng, size, judged = np.random.default_rng(seed), NOISE[dtype] if noise is None else noise, plans(n, prompt)
-    arrays: dict[str, Array] = {"logits": 8 * rng.standard_normal((n, VOCAB)), "positions": np.arange(n, dtype=np.int32)}
+    rng, size, judged = (
+        np.random.default_rng(seed),
+        NOISE[dtype] if noise is None else noise,
+        plans(n, prompt),
+    )
+    arrays: dict[str, Array] = {
+        "logits": 8 * rng.standard_normal((n, VOCAB)),
+        "positions": np.arange(n, dtype=np.int32),
+    }
     arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
     truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
-    caches = {m: {name: noisy(arrays[name], rng, size / 8) for name in cache_names()} for m in members}
+    caches = {
+        m: {name: noisy(arrays[name], rng, size / 8) for name in cache_names()} for m in members
+    }
     names = ("full", "step", "chunked")
     references = {
         name: Trace(
             meta(judged[name], engine="transformers", dtype=dtype),
-            {"logits": runs[f"sdpa-{name}"], "positions": arrays["positions"]} | caches[f"sdpa-{name}"],
+            {"logits": runs[f"sdpa-{name}"], "positions": arrays["positions"]}
+            | caches[f"sdpa-{name}"],
         )
         for name in names
         if name in judged
@@ -83,22 +101,39 @@ def make_case(*, n: int = N, prompt: int = PROMPT, dtype: str = "float32", seed:
         environment={"os": "Linux", "torch": "2.13.0", "threads": 2},
         inputs="i" * 64,
     )
-    meta_floors = {"format": "mlxkv-floors/1", "members": members, "kinds": ["eager", "sdpa"], "distinct": len(members)}
+    meta_floors = {
+        "format": "mlxkv-floors/1",
+        "members": members,
+        "kinds": ["eager", "sdpa"],
+        "distinct": len(members),
+    }
     return Case(manifest, truth, references, meta_floors, floors)
 
 
-def _raw_floors(truth: Mapping[str, Array], runs: dict[str, Array], caches: dict[str, dict[str, Array]]) -> dict[str, Array]:
+def _raw_floors(
+    truth: Mapping[str, Array], runs: dict[str, Array], caches: dict[str, dict[str, Array]]
+) -> dict[str, Array]:
     """As DESIGN.md defines them, written out a second time here."""
     errors = np.stack([run - truth["logits"] for run in runs.values()])
     shift = errors.mean(-1)
     centred = errors - shift[..., None]
-    floors = {"rms": np.sqrt((centred**2).mean(-1)), "shift": shift, "peak": np.abs(centred).max(-1)}
+    floors = {
+        "rms": np.sqrt((centred**2).mean(-1)),
+        "shift": shift,
+        "peak": np.abs(centred).max(-1),
+    }
     floors["cached"] = np.stack(
-        [np.sqrt(((runs[f"{k}-step"].astype(np.float64) - runs[f"{k}-full"]) ** 2).mean(-1)) for k in ("eager", "sdpa")]
+        [
+            np.sqrt(((runs[f"{k}-step"].astype(np.float64) - runs[f"{k}-full"]) ** 2).mean(-1))
+            for k in ("eager", "sdpa")
+        ]
     )
     for kind in ("keys", "values"):
         names = [name for name in cache_names() if name.endswith(kind)]
-        of = [np.stack([np.sqrt(((cache[name] - truth[name]) ** 2).mean(-1)) for name in names]) for cache in caches.values()]
+        of = [
+            np.stack([np.sqrt(((cache[name] - truth[name]) ** 2).mean(-1)) for name in names])
+            for cache in caches.values()
+        ]
         floors[kind] = np.stack(of)
     return floors
 
@@ -126,9 +161,15 @@ def make_algebra(case: Case, *, seed: int = 2) -> dict[str, Trace]:
         arrays: dict[str, Array] = {"positions": trace.positions}
         for key in trace.arrays:
             if key != "positions":
-                exact = case.truth.arrays[key][trace.positions] if key == "logits" else case.truth.arrays[key]
+                exact = (
+                    case.truth.arrays[key][trace.positions]
+                    if key == "logits"
+                    else case.truth.arrays[key]
+                )
                 arrays[key] = exact + 1e-13 * rng.standard_normal(exact.shape)
-        runs[name] = Trace(replace(trace.meta, dtype="float64", probes={"matmul": 1e-16, "tanh": 2e-16}), arrays)
+        runs[name] = Trace(
+            replace(trace.meta, dtype="float64", probes={"matmul": 1e-16, "tanh": 2e-16}), arrays
+        )
     return runs
 
 
@@ -139,4 +180,8 @@ def changed(trace: Trace, name: str, change: Callable[[Array], Array]) -> Trace:
 
 def rows(trace: Trace, keep: list[int]) -> Trace:
     """The trace with only these rows, in this order, repeats allowed."""
-    return replace(trace, arrays=dict(trace.arrays) | {name: trace.arrays[name][keep] for name in ("logits", "positions")})
+    return replace(
+        trace,
+        arrays=dict(trace.arrays)
+        | {name: trace.arrays[name][keep] for name in ("logits", "positions")},
+    )

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxkv.judge.behaviour import Right, Seen, watch
-from mlxkv.report import pitfalls as pages
-from mlxkv.scenarios import NO, OTHER_CACHES, REFUSED, RIGHT, SYSTEMS, WRONG, Aim, Scenario
-from oracle.plan import Call, Greedy, New, Plan
-from oracle.trace import Meta, Outcome, Trace
+from mlxkv.commands.pitfalls import page as pages
+from mlxkv.commands.pitfalls.behaviour import Right, Seen, watch
+from mlxkv.commands.pitfalls.scenarios import (
+    NO,
+    OTHER_CACHES,
+    REFUSED,
+    RIGHT,
+    SYSTEMS,
+    WRONG,
+    Aim,
+    Scenario,
+)
+from oracle.formats.plan import Call, Greedy, New, Plan
+from oracle.formats.trace import Meta, Outcome, Trace
 
 V, PROMPT, N = 16, (3, 1, 4), 5
 RNG = np.random.default_rng(0)
@@ -29,10 +38,18 @@ BRANCHES = {"context_tokens": 8, "dtype": "float32", "branches": 2, "steps": 3} 
 
 def scenario(plan: Plan = PLAN, *aims: Aim, **more: Any) -> Scenario:
     plans: dict[str, Plan | str] = dict.fromkeys(SYSTEMS, plan)
-    return Scenario("greedy", "a test", plans, aims or (Aim(1, "first"),), dict.fromkeys(SYSTEMS, RIGHT), **more)
+    return Scenario(
+        "greedy", "a test", plans, aims or (Aim(1, "first"),), dict.fromkeys(SYSTEMS, RIGHT), **more
+    )
 
 
-def run(tokens: tuple[int, ...] = TOKENS, *, off: dict[int, float] | None = None, error: str | None = None, rows: int = N) -> Trace:
+def run(
+    tokens: tuple[int, ...] = TOKENS,
+    *,
+    off: dict[int, float] | None = None,
+    error: str | None = None,
+    rows: int = N,
+) -> Trace:
     """A run of PLAN within half a floor of the truth, `off` floors away in the rows given."""
     size = np.full(N, 0.5)
     for row, floors in (off or {}).items():
@@ -40,7 +57,12 @@ def run(tokens: tuple[int, ...] = TOKENS, *, off: dict[int, float] | None = None
     noise = np.tile([1.0, -1.0], V // 2)[None] * size[:, None] * FLOOR[0]
     logits = (TRUTH[len(PROMPT) - 1 :] + noise)[:rows]
     arrays = {"logits": logits, "positions": np.arange(2, 2 + rows), "steps": np.full(rows, 1)}
-    return Trace(Meta(PLAN, "test", "1", "float32", outcomes=[Outcome(), Outcome(list(tokens) or None, error)]), arrays)
+    return Trace(
+        Meta(
+            PLAN, "test", "1", "float32", outcomes=[Outcome(), Outcome(list(tokens) or None, error)]
+        ),
+        arrays,
+    )
 
 
 def see(trace: Trace, given: Scenario | None = None) -> Seen:
@@ -104,10 +126,18 @@ def test_the_worst_part_decides_and_a_step_that_the_plan_lacks_is_left_out() -> 
 
 def test_what_a_cache_held_and_its_masks_are_kept() -> None:
     trace = run()
-    kept = {f"kv/a/{i:03d}/{kind}": np.zeros((2, 7, 4), np.float32) for i in range(3) for kind in ("keys", "values")}
-    trace = replace(trace, arrays={**trace.arrays, **kept, "mask/a/1x3": np.array([[0, 0, 1]], np.uint8)})
+    kept = {
+        f"kv/a/{i:03d}/{kind}": np.zeros((2, 7, 4), np.float32)
+        for i in range(3)
+        for kind in ("keys", "values")
+    }
+    trace = replace(
+        trace, arrays={**trace.arrays, **kept, "mask/a/1x3": np.array([[0, 0, 1]], np.uint8)}
+    )
     seen = see(trace, scenario(shows_mask=True))
-    assert [(h.cache, h.layers, h.shape, h.bytes) for h in seen.held] == [("a", 3, (1, 2, 7, 4), 2 * 3 * 2 * 7 * 4 * 4)]
+    assert [(h.cache, h.layers, h.shape, h.bytes) for h in seen.held] == [
+        ("a", 3, (1, 2, 7, 4), 2 * 3 * 2 * 7 * 4 * 4)
+    ]
     assert seen.masks == (((0, 0, 1),),)
     assert see(trace).masks == ()
 
@@ -117,10 +147,29 @@ def test_what_is_not_as_documented_is_said_first() -> None:
     seen = {("greedy", system): see(run()) for system in (*SYSTEMS, *OTHER_CACHES)}
     seen["greedy", "T"] = see(run(off={2: 40.0}))
     text = pages.console([given], seen, report="x/pitfalls.md")
-    assert "news: greedy on transformers, DynamicCache: silently wrong, documented is right\n" in text
+    assert (
+        "news: greedy on transformers, DynamicCache: silently wrong, documented is right\n" in text
+    )
     assert text.endswith("1 of 6 did not behave as documented    report: x/pitfalls.md\n")
-    facts = pages.Facts("tiny", "x", "f", {"first": PROMPT}, {"first": TOKENS}, {"T": {"os": "Linux"}}, BRANCHES, comparable=False)
-    page = pages.report(facts, [given], seen, text=lambda ids: "|".join(map(str, ids)), commands=["mlxkv pitfalls"])
-    assert page.startswith("# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers")
+    facts = pages.Facts(
+        "tiny",
+        "x",
+        "f",
+        {"first": PROMPT},
+        {"first": TOKENS},
+        {"T": {"os": "Linux"}},
+        BRANCHES,
+        comparable=False,
+    )
+    page = pages.report(
+        facts, [given], seen, text=lambda ids: "|".join(map(str, ids)), commands=["mlxkv pitfalls"]
+    )
+    assert page.startswith(
+        "# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers"
+    )
     assert "**silently wrong** (documented: right)" in page
-    assert all(line.count("|") - line.count("\\|") == 7 for line in page.splitlines() if line.startswith("| [greedy]"))
+    assert all(
+        line.count("|") - line.count("\\|") == 7
+        for line in page.splitlines()
+        if line.startswith("| [greedy]")
+    )

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from caches import LAYOUTS, buffers, fresh, same
 
-from mlxkv.engines import branches
+from mlxkv.commands.pitfalls import memory as branches
 from mlxkv.port.cache import BLOCK, Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
 
 ModelOf = Callable[..., Llama]
 LONG = 4 * BLOCK
@@ -28,11 +28,17 @@ LONG = 4 * BLOCK
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one layer and many positions."""
     folder = tmp_path_factory.mktemp("long")
-    return models.save(folder, models.config("gqa", num_hidden_layers=1, head_dim=64, max_position_embeddings=LONG))
+    return models.save(
+        folder, models.config("gqa", num_hidden_layers=1, head_dim=64, max_position_embeddings=LONG)
+    )
 
 
-@pytest.mark.parametrize(("context", "capacity"), [(300, 2 * BLOCK), (BLOCK, 2 * BLOCK), (BLOCK - 1, BLOCK)])
-def test_a_clone_costs_nothing_until_its_first_write_and_then_one_copy(context: int, capacity: int, long: Path) -> None:
+@pytest.mark.parametrize(
+    ("context", "capacity"), [(300, 2 * BLOCK), (BLOCK, 2 * BLOCK), (BLOCK - 1, BLOCK)]
+)
+def test_a_clone_costs_nothing_until_its_first_write_and_then_one_copy(
+    context: int, capacity: int, long: Path
+) -> None:
     row = 2 * 2 * 64 * 4
 
     found = branches.measure(load(long), context=context, branches=4, steps=1)
@@ -63,7 +69,9 @@ def test_each_branch_decoded_in_turn_is_its_own_run(layout: str, model_of: Model
     for i, clone in enumerate(clones):
         alone = fresh(model)
         model([branches.tokens(20, 40)], cache=alone)
-        logits = [np.array(model([[id]], cache=alone)[0]) for id in branches.tokens(7, 40, start=11 + i)]
+        logits = [
+            np.array(model([[id]], cache=alone)[0]) for id in branches.tokens(7, 40, start=11 + i)
+        ]
         assert np.array_equal(last[i], logits[-1])
         assert same([np.array(b) for b in buffers(clone)], [np.array(b) for b in buffers(alone)])
 
@@ -86,18 +94,38 @@ def test_what_cannot_be_measured_is_refused(given: tuple[int, int, int], model_o
         branches.measure(model_of(), context=context, branches=n, steps=steps)
 
     asked = f"context {context}, branches {n}, steps {steps}"
-    assert str(caught.value) == f"branches: {asked}, expected each from 1 and at most 64 tokens in all; ask for fewer"
+    assert (
+        str(caught.value)
+        == f"branches: {asked}, expected each from 1 and at most 64 tokens in all; ask for fewer"
+    )
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxkv.engines.branches", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, env=os.environ | {"MLXKV_BLAS": "none"})
+    line = [sys.executable, "-m", "mlxkv.commands.pitfalls.memory", *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | {"MLXKV_BLAS": "none"}
+    )
 
 
-def test_the_command_writes_the_figures_and_where_they_were_made(long: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_figures_and_where_they_were_made(
+    long: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "branches.json"
 
-    finished = command(str(long), str(out), "--context", "300", "--branches", "3", "--steps", "2", "--dtype", "float16", "--device", "cpu")
+    finished = command(
+        str(long),
+        str(out),
+        "--context",
+        "300",
+        "--branches",
+        "3",
+        "--steps",
+        "2",
+        "--dtype",
+        "float16",
+        "--device",
+        "cpu",
+    )
 
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
     value = json.loads(out.read_text())

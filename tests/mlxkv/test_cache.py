@@ -35,8 +35,17 @@ from mlxkv.port.cache import BLOCK, Cache, Layer
 def test_1_a_fresh_cache_holds_nothing() -> None:
     cache = Cache(config())
 
-    assert (len(cache), cache.nbytes, cache.masks, cache.layers) == (0, 0, {}, (Layer(), Layer(), Layer()))
-    assert [cache.layers[0].keys, cache.layers[0].values, cache.layers[0].batch] == [None, None, None]
+    assert (len(cache), cache.nbytes, cache.masks, cache.layers) == (
+        0,
+        0,
+        {},
+        (Layer(), Layer(), Layer()),
+    )
+    assert [cache.layers[0].keys, cache.layers[0].values, cache.layers[0].batch] == [
+        None,
+        None,
+        None,
+    ]
     # An empty cache is a cache: `if cache:` must not mean "unless it is empty".
     assert bool(cache)
 
@@ -57,10 +66,14 @@ def test_2_and_5_appends_return_the_whole_history_in_order_per_kv_head(
         found = extend(cache, new)
         for i, pair in enumerate(new):
             history[i].append(pair)
-            keys, values = (np.concatenate(parts, axis=2) for parts in zip(*history[i], strict=True))
+            keys, values = (
+                np.concatenate(parts, axis=2) for parts in zip(*history[i], strict=True)
+            )
             assert np.array_equal(found[i][0], keys)
             assert np.array_equal(found[i][1], values)
-            assert same([np.array(cache.layers[i].keys), np.array(cache.layers[i].values)], [keys, values])
+            assert same(
+                [np.array(cache.layers[i].keys), np.array(cache.layers[i].values)], [keys, values]
+            )
             assert keys.shape == (batch, shape.num_key_value_heads, len(cache), shape.head_dim)
 
     assert [layer.length for layer in cache.layers] == [18, 18, 18]
@@ -90,7 +103,9 @@ def test_3_after_reset_another_prompt_equals_a_fresh_cache(model_of: ModelOf) ->
     # reported 11: prompts of 4, 2 and 1 tokens.
     for n in (4, 2, 1):
         prompt = models.ids(n, seed=2)
-        assert np.array_equal(run(model, used, prompt, index_pos=0), run(model, fresh(model), prompt))
+        assert np.array_equal(
+            run(model, used, prompt, index_pos=0), run(model, fresh(model), prompt)
+        )
         used.reset()
 
 
@@ -108,13 +123,18 @@ def test_4_layers_are_independent() -> None:
     assert np.array_equal(after[2][:, :, :2], before[2])
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"rope_theta": 9999.0}, {"num_key_value_heads": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 2}, {"rope_theta": 9999.0}, {"num_key_value_heads": 1}]
+)
 def test_4_a_cache_of_another_config_is_refused(changes: dict[str, Any], model_of: ModelOf) -> None:
     model = model_of()
     for guarded in (True, False):
         cache = Cache(config(**changes), guarded=guarded)
         message = refused(lambda cache=cache: model([[1, 2]], cache=cache), cache)  # type: ignore[misc]
-        assert message == "cache: made for another config than the model's; make it with Cache(model.config)"
+        assert (
+            message
+            == "cache: made for another config than the model's; make it with Cache(model.config)"
+        )
 
 
 # 6: masks.
@@ -178,12 +198,18 @@ def test_6_a_mask_is_built_once_and_the_least_recently_used_go_first() -> None:
 
 
 def op() -> st.SearchStrategy[tuple[str, int, int]]:
-    return st.tuples(st.sampled_from(["append", "append", "append", "crop", "reset", "clone"]), st.integers(0, 3), st.integers(0, 9))
+    return st.tuples(
+        st.sampled_from(["append", "append", "append", "crop", "reset", "clone"]),
+        st.integers(0, 3),
+        st.integers(0, 9),
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(ops=st.lists(op(), min_size=1, max_size=30))
-def test_any_history_of_appends_crops_resets_and_clones_is_that_of_lists(ops: list[tuple[str, int, int]]) -> None:
+def test_any_history_of_appends_crops_resets_and_clones_is_that_of_lists(
+    ops: list[tuple[str, int, int]],
+) -> None:
     shape, random = config("gqa", num_hidden_layers=2), np.random.default_rng(4)
     block, cache_module.BLOCK = cache_module.BLOCK, 4
     try:
@@ -193,7 +219,10 @@ def test_any_history_of_appends_crops_resets_and_clones_is_that_of_lists(ops: li
             if name == "append":
                 new = [rows(random, shape, n + 1) for _ in range(2)]
                 extend(caches[i], new)
-                lists[i] = [np.concatenate([a, b], axis=2) for a, b in zip(lists[i], [x for pair in new for x in pair], strict=True)]
+                lists[i] = [
+                    np.concatenate([a, b], axis=2)
+                    for a, b in zip(lists[i], [x for pair in new for x in pair], strict=True)
+                ]
             elif name == "crop":
                 length = min(n, len(caches[i]))
                 assert caches[i].crop(length) == lists[i][0].shape[2] - length
@@ -219,4 +248,7 @@ def test_a_cache_says_what_it_is(model_of: ModelOf) -> None:
 
     assert repr(cache) == "Cache(3 of 64 tokens, 1152 bytes, 3 layers x 2 KV heads x 8, float32)"
     other = Cache(config("mqa"), dtype=mx.bfloat16, use_kv_cache=False, guarded=False)
-    assert repr(other) == "Cache(0 of 64 tokens, 0 bytes, 3 layers x 1 KV heads x 12, bfloat16, use_kv_cache=False, guarded=False)"
+    assert (
+        repr(other)
+        == "Cache(0 of 64 tokens, 0 bytes, 3 layers x 1 KV heads x 12, bfloat16, use_kv_cache=False, guarded=False)"
+    )

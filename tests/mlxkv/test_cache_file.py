@@ -19,8 +19,8 @@ from mlxkv.port import cache_file, rope
 from mlxkv.port.cache import BLOCK, Cache, CacheError, Layer
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
-from oracle.plan import Refusal
-from oracle.trace import Writer
+from oracle.formats.errors import Refusal
+from oracle.formats.trace import Writer
 
 FolderOf = Callable[[str], Path]
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -32,7 +32,12 @@ def saved(cache: Cache, path: Path) -> Path:
 
 
 def bits(cache: Cache) -> list[bytes]:
-    return [np.array(a.view(mx.uint8)).tobytes() for layer in cache.layers for a in (layer.keys, layer.values) if a is not None]
+    return [
+        np.array(a.view(mx.uint8)).tobytes()
+        for layer in cache.layers
+        for a in (layer.keys, layer.values)
+        if a is not None
+    ]
 
 
 def filled(model: Llama, *calls: list[int], **options: Any) -> Cache:
@@ -70,7 +75,9 @@ def forge(path: Path, rows: bytes | None = None, **changes: Any) -> Path:
     meta = {k: v for k, v in (meta | changes).items() if v is not ... and k != "sha256"}
     digest = cache_file._digest(meta)
     digest.update(rows)
-    inner = json.dumps({"sha256": digest.hexdigest(), **meta}, sort_keys=True, separators=(",", ":"))
+    inner = json.dumps(
+        {"sha256": digest.hexdigest(), **meta}, sort_keys=True, separators=(",", ":")
+    )
     text = json.dumps({"__metadata__": {"mlxkv": inner}, **tensors}, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + rows)
@@ -82,7 +89,9 @@ def forge(path: Path, rows: bytes | None = None, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_11_a_cache_that_was_away_goes_on_bit_for_bit(layout: str, dtype: str, model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_a_cache_that_was_away_goes_on_bit_for_bit(
+    layout: str, dtype: str, model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of(layout, dtype)
     cache = filled(model, models.ids(7), [1], [2, 3])
 
@@ -90,29 +99,40 @@ def test_11_a_cache_that_was_away_goes_on_bit_for_bit(layout: str, dtype: str, m
 
     assert (len(loaded), loaded.nbytes, repr(loaded)) == (10, cache.nbytes, repr(cache))
     assert bits(loaded) == bits(cache)
-    assert saved(loaded, tmp_path / "again.safetensors").read_bytes() == (tmp_path / "cache.safetensors").read_bytes()
+    assert (
+        saved(loaded, tmp_path / "again.safetensors").read_bytes()
+        == (tmp_path / "cache.safetensors").read_bytes()
+    )
     calls = [[4], [5, 6, 7], [8]]
     assert run_all(model, loaded, *calls) == run_all(model, cache, *calls)
     assert bits(loaded) == bits(cache)
 
 
 def test_11_rows_beyond_a_block_go_on_bit_for_bit(tmp_path: Path) -> None:
-    model = load(models.save(tmp_path / "long", models.config("gqa", max_position_embeddings=2 * BLOCK)))
+    model = load(
+        models.save(tmp_path / "long", models.config("gqa", max_position_embeddings=2 * BLOCK))
+    )
     cache = filled(model, models.ids(BLOCK + 3))
 
     loaded = Cache.load(saved(cache, tmp_path / "cache.safetensors"), model)
 
-    assert [b.shape for b in loaded.layers[0].buffers or ()] == [b.shape for b in cache.layers[0].buffers or ()]
+    assert [b.shape for b in loaded.layers[0].buffers or ()] == [
+        b.shape for b in cache.layers[0].buffers or ()
+    ]
     assert run_all(model, loaded, [1], [2, 3]) == run_all(model, cache, [1], [2, 3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_11_an_empty_cache_is_empty_afterwards(dtype: str, model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_an_empty_cache_is_empty_afterwards(
+    dtype: str, model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of("gqa", dtype)
     used = filled(model, [1, 2, 3])
     used.reset()
 
-    files = [saved(cache, tmp_path / f"{i}.safetensors") for i, cache in enumerate((fresh(model), used))]
+    files = [
+        saved(cache, tmp_path / f"{i}.safetensors") for i, cache in enumerate((fresh(model), used))
+    ]
 
     assert files[0].read_bytes() == files[1].read_bytes()
     loaded = Cache.load(files[1], model)
@@ -120,7 +140,9 @@ def test_11_an_empty_cache_is_empty_afterwards(dtype: str, model_of: ModelOf, tm
     assert run_all(model, loaded, [1, 2], [3]) == run_all(model, fresh(model), [1, 2], [3])
 
 
-def test_11_batches_clones_and_crops_come_back_as_they_were(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_batches_clones_and_crops_come_back_as_they_were(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of()
     batch = fresh(model)
     model([models.ids(6, seed=s) for s in range(3)], cache=batch)
@@ -133,19 +155,28 @@ def test_11_batches_clones_and_crops_come_back_as_they_were(model_of: ModelOf, t
         loaded = Cache.load(saved(cache, tmp_path / "cache.safetensors"), model)
         assert same(held(loaded), held(cache))
         assert loaded.layers[0].batch == 3
-        found, expected = (np.array(model([[7], [8], [9]], cache=c)) for c in (loaded, cache.clone()))
+        found, expected = (
+            np.array(model([[7], [8], [9]], cache=c)) for c in (loaded, cache.clone())
+        )
         assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("use_kv_cache", [True, False])
-def test_11_settings_come_back(guarded: bool, use_kv_cache: bool, model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_settings_come_back(
+    guarded: bool, use_kv_cache: bool, model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of()
     cache = filled(model, [1, 2, 3], guarded=guarded, use_kv_cache=use_kv_cache)
 
     loaded = Cache.load(saved(cache, tmp_path / "cache.safetensors"), model)
 
-    assert (loaded.guarded, loaded.use_kv_cache, loaded.config, loaded.dtype) == (guarded, use_kv_cache, model.config, mx.float32)
+    assert (loaded.guarded, loaded.use_kv_cache, loaded.config, loaded.dtype) == (
+        guarded,
+        use_kv_cache,
+        model.config,
+        mx.float32,
+    )
     assert len(loaded) == (3 if use_kv_cache else 0)
 
 
@@ -158,7 +189,9 @@ def test_11_a_cache_made_for_a_length_comes_back_with_it(model_of: ModelOf, tmp_
     assert "is beyond the 5 rows" in refused(lambda: run(model, loaded, [6]), loaded)
 
 
-def test_11_loading_leaves_the_file_and_saving_leaves_the_cache(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_loading_leaves_the_file_and_saving_leaves_the_cache(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of()
     cache = filled(model, [1, 2, 3])
     layers, before = cache.layers, held(cache)
@@ -173,7 +206,9 @@ def test_11_loading_leaves_the_file_and_saving_leaves_the_cache(model_of: ModelO
     assert [p.name for p in path.parent.iterdir()] == ["cache.safetensors"]
 
 
-def test_11_the_file_is_plain_safetensors_and_says_what_it_holds(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_the_file_is_plain_safetensors_and_says_what_it_holds(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of()
     cache = filled(model, [1, 2, 3])
     path = saved(cache, tmp_path / "cache.safetensors")
@@ -227,7 +262,9 @@ def test_11_the_file_is_plain_safetensors_and_says_what_it_holds(model_of: Model
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_11_half_precision_is_stored_as_itself(dtype: str, model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_half_precision_is_stored_as_itself(
+    dtype: str, model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of("gqa", dtype)
     cache = filled(model, [1, 2, 3])
 
@@ -249,10 +286,22 @@ ANOTHER = "load the model that filled it, or fill a new cache"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_theta": 10001.0}, f"config.rope.theta is 10000.0, expected 10001.0 as the model's; {ANOTHER}"),
-        ({"rope_scaling": models.LLAMA3}, f"config.rope.rope_type is 'default', expected 'llama3' as the model's; {ANOTHER}"),
-        ({"rms_norm_eps": 1.1e-5}, f"config.rms_norm_eps is 1e-05, expected 1.1e-05 as the model's; {ANOTHER}"),
-        ({"max_position_embeddings": 65}, f"config.max_position_embeddings is 64, expected 65 as the model's; {ANOTHER}"),
+        (
+            {"rope_theta": 10001.0},
+            f"config.rope.theta is 10000.0, expected 10001.0 as the model's; {ANOTHER}",
+        ),
+        (
+            {"rope_scaling": models.LLAMA3},
+            f"config.rope.rope_type is 'default', expected 'llama3' as the model's; {ANOTHER}",
+        ),
+        (
+            {"rms_norm_eps": 1.1e-5},
+            f"config.rms_norm_eps is 1e-05, expected 1.1e-05 as the model's; {ANOTHER}",
+        ),
+        (
+            {"max_position_embeddings": 65},
+            f"config.max_position_embeddings is 64, expected 65 as the model's; {ANOTHER}",
+        ),
     ],
     ids=["theta", "llama3", "eps", "positions"],
 )
@@ -260,7 +309,13 @@ def test_11_the_same_weights_under_another_config_are_refused(
     changes: dict[str, Any], message: str, model_of: ModelOf, tmp_path: Path
 ) -> None:
     path = saved(filled(model_of(), [1, 2, 3]), tmp_path / "cache.safetensors")
-    other = load(models.save(tmp_path / "other", models.config("gqa", **changes), models.weights(models.config("gqa"))))
+    other = load(
+        models.save(
+            tmp_path / "other",
+            models.config("gqa", **changes),
+            models.weights(models.config("gqa")),
+        )
+    )
 
     assert other.fingerprint == model_of().fingerprint
     assert refusal(path, other) == message
@@ -269,12 +324,23 @@ def test_11_the_same_weights_under_another_config_are_refused(
 def test_11_one_number_of_llama3s_scaling_is_enough(model_of: ModelOf, tmp_path: Path) -> None:
     path = saved(filled(model_of("llama3"), [1, 2, 3]), tmp_path / "cache.safetensors")
     scaling = models.LLAMA3 | {"high_freq_factor": 4.5}
-    other = load(models.save(tmp_path / "other", models.config("llama3", rope_scaling=scaling), models.weights(models.config("llama3"))))
+    other = load(
+        models.save(
+            tmp_path / "other",
+            models.config("llama3", rope_scaling=scaling),
+            models.weights(models.config("llama3")),
+        )
+    )
 
-    assert refusal(path, other) == f"config.rope.high_freq_factor is 4.0, expected 4.5 as the model's; {ANOTHER}"
+    assert (
+        refusal(path, other)
+        == f"config.rope.high_freq_factor is 4.0, expected 4.5 as the model's; {ANOTHER}"
+    )
 
 
-def test_11_other_weights_under_the_same_config_are_refused(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_other_weights_under_the_same_config_are_refused(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     path = saved(filled(model_of(), [1, 2, 3]), tmp_path / "cache.safetensors")
     config = models.config("gqa")
     other = load(models.save(tmp_path / "other", config, models.weights(config, seed=1)))
@@ -282,7 +348,10 @@ def test_11_other_weights_under_the_same_config_are_refused(model_of: ModelOf, t
     mine, theirs = model_of().fingerprint, other.fingerprint
     assert mine is not None
     assert theirs is not None
-    assert refusal(path, other) == f"fingerprint is {mine[:12]}, expected {theirs[:12]} as the model's; {ANOTHER}"
+    assert (
+        refusal(path, other)
+        == f"fingerprint is {mine[:12]}, expected {theirs[:12]} as the model's; {ANOTHER}"
+    )
 
 
 def test_11_one_changed_weight_is_another_model(model_of: ModelOf, tmp_path: Path) -> None:
@@ -290,7 +359,9 @@ def test_11_one_changed_weight_is_another_model(model_of: ModelOf, tmp_path: Pat
     config, weights = models.config("gqa"), models.weights(models.config("gqa"))
     weights["model.layers.2.mlp.down_proj.weight"][3, 5] += 1e-3
 
-    assert refusal(path, load(models.save(tmp_path / "other", config, weights))).startswith("fingerprint is ")
+    assert refusal(path, load(models.save(tmp_path / "other", config, weights))).startswith(
+        "fingerprint is "
+    )
 
 
 def test_11_another_dtype_is_refused_with_both(model_of: ModelOf, tmp_path: Path) -> None:
@@ -300,17 +371,27 @@ def test_11_another_dtype_is_refused_with_both(model_of: ModelOf, tmp_path: Path
     assert refusal(path, model_of("gqa", "bfloat16")) == message
 
 
-def test_11_rounded_weights_are_other_weights(folder_of: FolderOf, model_of: ModelOf, tmp_path: Path) -> None:
-    rounded, plain = load(folder_of("gqa"), "float64", rounded_to="float16"), model_of("gqa", "float64")
+def test_11_rounded_weights_are_other_weights(
+    folder_of: FolderOf, model_of: ModelOf, tmp_path: Path
+) -> None:
+    rounded, plain = (
+        load(folder_of("gqa"), "float64", rounded_to="float16"),
+        model_of("gqa", "float64"),
+    )
     path = saved(filled(rounded, [1, 2, 3]), tmp_path / "cache.safetensors")
 
     assert plain.fingerprint is not None
     name = plain.fingerprint[:12]
-    assert refusal(path, plain) == f"fingerprint is {name} in float16, expected {name} as the model's; {ANOTHER}"
+    assert (
+        refusal(path, plain)
+        == f"fingerprint is {name} in float16, expected {name} as the model's; {ANOTHER}"
+    )
     assert len(Cache.load(path, rounded)) == 3
 
 
-def test_11_angles_that_another_code_made_are_refused(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_11_angles_that_another_code_made_are_refused(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model, plain = model_of(), rope.tables(model_of().config)
     cache = fresh(model)
     cache.cos = mx.array(np.nextafter(plain[0], 2))
@@ -319,16 +400,24 @@ def test_11_angles_that_another_code_made_are_refused(model_of: ModelOf, monkeyp
     message = refusal(saved(cache, tmp_path / "cache.safetensors"), model)
 
     remedy = "the same config makes other angles here: fill a new cache"
-    assert re.fullmatch(rf"rope_tables is [0-9a-f]{{12}}, expected [0-9a-f]{{12}} as the model's; {remedy}", message)
+    assert re.fullmatch(
+        rf"rope_tables is [0-9a-f]{{12}}, expected [0-9a-f]{{12}} as the model's; {remedy}", message
+    )
 
 
-def test_11_an_empty_cache_of_other_weights_is_taken_and_of_another_config_refused(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_an_empty_cache_of_other_weights_is_taken_and_of_another_config_refused(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     config = models.config("gqa")
     other = load(models.save(tmp_path / "other", config, models.weights(config, seed=1)))
     path = saved(fresh(other), tmp_path / "cache.safetensors")
 
-    assert run_all(model_of(), Cache.load(path, model_of()), [1, 2]) == run_all(model_of(), fresh(model_of()), [1, 2])
-    assert refusal(path, model_of("mha")).startswith("config.num_key_value_heads is 2, expected 4 as the model's; ")
+    assert run_all(model_of(), Cache.load(path, model_of()), [1, 2]) == run_all(
+        model_of(), fresh(model_of()), [1, 2]
+    )
+    assert refusal(path, model_of("mha")).startswith(
+        "config.num_key_value_heads is 2, expected 4 as the model's; "
+    )
 
 
 # A damaged or foreign file.
@@ -358,9 +447,15 @@ def test_11_a_cut_or_lengthened_file_is_refused(model_of: ModelOf, tmp_path: Pat
         path.write_bytes(content[:n])
         refusal(path, model)
     path.write_bytes(content[:-1])
-    assert refusal(path, model) == f"has {size - 1} bytes, expected {size} for 2 tokens; save or copy it again"
+    assert (
+        refusal(path, model)
+        == f"has {size - 1} bytes, expected {size} for 2 tokens; save or copy it again"
+    )
     path.write_bytes(content + b"\0")
-    assert refusal(path, model) == f"has {size + 1} bytes, expected {size} for 2 tokens; save or copy it again"
+    assert (
+        refusal(path, model)
+        == f"has {size + 1} bytes, expected {size} for 2 tokens; save or copy it again"
+    )
 
 
 def test_11_an_edited_row_is_refused_as_such(model_of: ModelOf, tmp_path: Path) -> None:
@@ -373,7 +468,9 @@ def test_11_an_edited_row_is_refused_as_such(model_of: ModelOf, tmp_path: Path) 
     assert re.fullmatch(pattern, refusal(path, model_of()))
 
 
-def test_11_what_is_no_cache_file_is_refused(model_of: ModelOf, folder_of: FolderOf, tmp_path: Path) -> None:
+def test_11_what_is_no_cache_file_is_refused(
+    model_of: ModelOf, folder_of: FolderOf, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.safetensors"
     with Writer(trace, {"logits": (np.float32, (1, 40))}) as out:
         out.finish({"format": "mlxkv-trace/1"})
@@ -383,9 +480,20 @@ def test_11_what_is_no_cache_file_is_refused(model_of: ModelOf, folder_of: Folde
 
     expected = "expected 'mlxkv-cache/1' as the model's; it was written by another version: fill a new cache"
     assert refusal(trace, model_of()) == f"format is 'mlxkv-trace/1', {expected}"
-    for path in (text, empty, folder_of("gqa") / "model.safetensors", folder_of("gqa") / "config.json"):
-        assert re.fullmatch(r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again", refusal(path, model_of()))
-    assert refusal(tmp_path / "none", model_of()) == "cannot be read (No such file or directory); check the path"
+    for path in (
+        text,
+        empty,
+        folder_of("gqa") / "model.safetensors",
+        folder_of("gqa") / "config.json",
+    ):
+        assert re.fullmatch(
+            r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again",
+            refusal(path, model_of()),
+        )
+    assert (
+        refusal(tmp_path / "none", model_of())
+        == "cannot be read (No such file or directory); check the path"
+    )
     assert refusal(tmp_path, model_of()) == "cannot be read (Is a directory); check the path"
 
 
@@ -403,10 +511,22 @@ def test_11_what_is_no_cache_file_is_refused(model_of: ModelOf, folder_of: Folde
         ({"guarded": 1}, "guarded is 1, expected bool; "),
         ({"length": True}, "length is True, expected int; "),
         ({"length": 4.0}, "length is 4.0, expected int; "),
-        ({"length": 65}, "length is 65 and batch 1, expected 0 to 64 tokens and a batch where there are any; "),
-        ({"length": -1}, "length is -1 and batch 1, expected 0 to 64 tokens and a batch where there are any; "),
-        ({"length": 0}, "length is 0 and batch 1, expected 0 to 64 tokens and a batch where there are any; "),
-        ({"batch": 0}, "length is 4 and batch 0, expected 0 to 64 tokens and a batch where there are any; "),
+        (
+            {"length": 65},
+            "length is 65 and batch 1, expected 0 to 64 tokens and a batch where there are any; ",
+        ),
+        (
+            {"length": -1},
+            "length is -1 and batch 1, expected 0 to 64 tokens and a batch where there are any; ",
+        ),
+        (
+            {"length": 0},
+            "length is 0 and batch 1, expected 0 to 64 tokens and a batch where there are any; ",
+        ),
+        (
+            {"batch": 0},
+            "length is 4 and batch 0, expected 0 to 64 tokens and a batch where there are any; ",
+        ),
         ({"length": 3}, "has "),
         (
             {"length": 2, "batch": 2},
@@ -428,7 +548,9 @@ def test_11_a_field_that_no_save_wrote_is_refused_though_the_digest_fits(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_11_rows_that_are_not_finite_are_refused_on_both_ways(bad: float, dtype: str, model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_rows_that_are_not_finite_are_refused_on_both_ways(
+    bad: float, dtype: str, model_of: ModelOf, tmp_path: Path
+) -> None:
     model = model_of("gqa", dtype)
     cache = filled(model, [1, 2, 3])
     path = saved(cache, tmp_path / "cache.safetensors")
@@ -444,7 +566,10 @@ def test_11_rows_that_are_not_finite_are_refused_on_both_ways(bad: float, dtype:
     with pytest.raises(CacheError) as caught:
         cache.save(path)
 
-    assert str(caught.value) == "cache: layer 2 values of 3 tokens holds nan or inf, expected finite rows; fill a new cache"
+    assert (
+        str(caught.value)
+        == "cache: layer 2 values of 3 tokens holds nan or inf, expected finite rows; fill a new cache"
+    )
     assert path.read_bytes() == content
     message = f"layer 2 holds nan or inf, expected finite {dtype} rows; fill a new cache"
     assert refusal(forge(path, rows=b"".join(bits(cache))), model) == message
@@ -453,7 +578,9 @@ def test_11_rows_that_are_not_finite_are_refused_on_both_ways(bad: float, dtype:
 # Saves that fail.
 
 
-def test_11_a_failed_save_leaves_the_earlier_file_whole(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_11_a_failed_save_leaves_the_earlier_file_whole(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model = model_of()
     cache = filled(model, [1, 2, 3])
     path = saved(cache, tmp_path / "cache.safetensors")
@@ -472,7 +599,10 @@ def test_11_a_failed_save_leaves_the_earlier_file_whole(model_of: ModelOf, monke
         with pytest.raises(Refusal) as caught:
             cache.save(path)
 
-    assert str(caught.value) == f"{path}: cannot be written (No space left on device); choose another folder or free some space"
+    assert (
+        str(caught.value)
+        == f"{path}: cannot be written (No space left on device); choose another folder or free some space"
+    )
     assert path.read_bytes() == content
     assert [p.name for p in tmp_path.iterdir()] == ["cache.safetensors"]
     assert len(Cache.load(saved(cache, path), model)) == 4
@@ -497,7 +627,9 @@ def test_11_rows_of_unknown_weights_are_not_saved(model_of: ModelOf, tmp_path: P
     assert len(Cache.load(saved(mixed, tmp_path / "cache.safetensors"), other)) == 2
 
 
-def test_11_what_a_failed_unguarded_call_leaves_is_not_saved(model_of: ModelOf, tmp_path: Path) -> None:
+def test_11_what_a_failed_unguarded_call_leaves_is_not_saved(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     model, cache = model_of(), filled(model_of(), [1, 2, 3], guarded=False)
     with pytest.raises(CacheError, match="cannot broadcast"):
         model([[4, 5]], cache=cache, index_pos=2)
@@ -505,5 +637,7 @@ def test_11_what_a_failed_unguarded_call_leaves_is_not_saved(model_of: ModelOf, 
     with pytest.raises(CacheError) as caught:
         cache.save(tmp_path / "cache.safetensors")
 
-    assert str(caught.value) == "cache: its layers hold 3 to 5 tokens, expected one length; reset it"
+    assert (
+        str(caught.value) == "cache: its layers hold 3 to 5 tokens, expected one length; reset it"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,9 @@ def test_10_clones_share_memory_until_one_writes() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_17_growing_over_a_block_boundary_changes_nothing(layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_17_growing_over_a_block_boundary_changes_nothing(
+    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     long = models.config(layout, max_position_embeddings=2 * BLOCK + 8)
     model = load(models.save(tmp_path, long), "float64")
     tokens, cache = models.ids(BLOCK + 6), fresh(model)
@@ -49,7 +51,12 @@ def test_17_growing_over_a_block_boundary_changes_nothing(layout: str, monkeypat
 
 
 def test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else(tmp_path: Path) -> None:
-    changes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 5120}
+    changes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "max_position_embeddings": 5120,
+    }
     model = load(models.save(tmp_path, models.config("gqa", **changes)))
     cache = fresh(model)
     mx.eval(model([[1, 2]], cache=cache))

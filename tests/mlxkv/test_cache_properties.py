@@ -18,7 +18,14 @@ import pytest
 from caches import LAYOUTS, Array, ModelOf, fresh, held
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mlxkv.port import cache as cache_module
 from mlxkv.port import cache_file, llama, ops
@@ -29,7 +36,12 @@ from mlxkv.port.weights import load
 Rows = tuple[tuple[int, ...], ...]
 Recomputed = Callable[[Rows], tuple[Array, list[Array]]]
 HISTORIES = settings(
-    max_examples=16, stateful_step_count=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=16,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 PLANTED = settings(HISTORIES, phases=[Phase.generate], report_multiple_bugs=False)
 WHO, LENGTHS = st.integers(0, 7), st.integers(0, 40)
@@ -39,7 +51,9 @@ BOUND = 1e-10
 
 
 def close(found: Array, expected: Array) -> bool:
-    return found.shape == expected.shape and bool(np.abs(found - expected).max() <= BOUND * np.abs(expected).max())
+    return found.shape == expected.shape and bool(
+        np.abs(found - expected).max() <= BOUND * np.abs(expected).max()
+    )
 
 
 class Histories(RuleBasedStateMachine):
@@ -62,8 +76,13 @@ class Histories(RuleBasedStateMachine):
         if before + len(chunk) > 64:
             return
         new = self.rows(chunk)
-        found = np.array(self.model(new, cache=cache, index_pos=before if told else None, all_positions=every))
-        self.tokens[who] = tuple((*old, *more) for old, more in zip(self.tokens[who] or ((),) * self.batch, new, strict=True))
+        found = np.array(
+            self.model(new, cache=cache, index_pos=before if told else None, all_positions=every)
+        )
+        self.tokens[who] = tuple(
+            (*old, *more)
+            for old, more in zip(self.tokens[who] or ((),) * self.batch, new, strict=True)
+        )
         expected = self.recomputed(self.tokens[who])[0]
         assert close(found, expected[:, before:] if every else expected[:, -1])
 
@@ -79,7 +98,11 @@ class Histories(RuleBasedStateMachine):
             self.tokens.append(self.tokens[who])
 
     @precondition(lambda self: len(self.caches) < 5)
-    @rule(who=WHO, ids=st.lists(st.integers(0, 39), min_size=2, max_size=2, unique=True), clone_first=st.booleans())
+    @rule(
+        who=WHO,
+        ids=st.lists(st.integers(0, 39), min_size=2, max_size=2, unique=True),
+        clone_first=st.booleans(),
+    )
     def fork(self, who: int, ids: list[int], clone_first: bool) -> None:
         """Both sides write at once."""
         sides = [len(self.caches), who % len(self.caches)]
@@ -114,7 +137,9 @@ class Histories(RuleBasedStateMachine):
     @rule(
         who=WHO,
         chunk=CHUNK,
-        wrong=st.sampled_from(["position", "end", "token", "batch", "none", "weights", "half-way", "crop", "file"]),
+        wrong=st.sampled_from(
+            ["position", "end", "token", "batch", "none", "weights", "half-way", "crop", "file"]
+        ),
         n=LENGTHS,
     )
     def refused(self, who: int, chunk: list[int], wrong: str, n: int) -> None:
@@ -171,7 +196,12 @@ def recompute(model: Llama, tokens: Rows) -> tuple[Array, list[Array]]:
 
 
 @pytest.fixture
-def histories(model_of: ModelOf, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def histories(
+    model_of: ModelOf,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., None]:
     """Runs histories on a layout's model; small blocks, so that short ones grow over several."""
     monkeypatch.setattr(cache_module, "BLOCK", 8)
 
@@ -179,13 +209,18 @@ def histories(model_of: ModelOf, folder_of: Callable[[str], Path], tmp_path: Pat
         other = load(folder_of(layout), "float64", rounded_to="float16")
         model = model_of(layout, "float64")
         recomputed = lru_cache(maxsize=None)(partial(recompute, model))
-        run_state_machine_as_test(partial(Histories, model, other, recomputed, tmp_path / "cache.safetensors"), settings=bounds)
+        run_state_machine_as_test(
+            partial(Histories, model, other, recomputed, tmp_path / "cache.safetensors"),
+            settings=bounds,
+        )
 
     return run
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_history_ends_as_a_recompute_of_the_tokens_held(layout: str, histories: Callable[..., None]) -> None:
+def test_any_history_ends_as_a_recompute_of_the_tokens_held(
+    layout: str, histories: Callable[..., None]
+) -> None:
     histories(layout, HISTORIES)
 
 
@@ -200,7 +235,12 @@ def shared_put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     return buffer
 
 
-put, append, load_layers, fitting = cache_module._put, Layer.append, cache_file._read_layers, llama.fitting
+put, append, load_layers, fitting = (
+    cache_module._put,
+    Layer.append,
+    cache_file._read_layers,
+    llama.fitting,
+)
 
 
 def cropped_by_one_too_few(self: Cache, length: int) -> int:
@@ -242,7 +282,11 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a clone shares a buffer that is written in place": (cache_module, "_put", shared_put),
     "a clone is the cache itself": (Cache, "clone", lambda self: self),
     "a crop keeps a row of the last layer": (Cache, "crop", cropped_by_one_too_few),
-    "a crop drops a row too many": (Layer, "crop", lambda self, length: Layer(self.buffers, length - 1) if length > 1 else Layer()),
+    "a crop drops a row too many": (
+        Layer,
+        "crop",
+        lambda self, length: Layer(self.buffers, length - 1) if length > 1 else Layer(),
+    ),
     "a reset forgets the last layer": (Cache, "reset", reset_but_one),
     "a load loses a row": (cache_file, "_read_layers", last_row_lost),
     "a load swaps two layers": (cache_file, "_read_layers", keys_of_two_layers_swapped),
@@ -268,7 +312,9 @@ class Always:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_histories_find_a_planted_bug(bug: str, histories: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_histories_find_a_planted_bug(
+    bug: str, histories: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*BUGS[bug])
 
     with pytest.raises((AssertionError, pytest.fail.Exception, ValueError)):

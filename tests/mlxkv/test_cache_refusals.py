@@ -17,7 +17,9 @@ from mlxkv.port.weights import load
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_12_writing_past_the_end_is_refused_and_the_cache_stays_usable(guarded: bool, model_of: ModelOf) -> None:
+def test_12_writing_past_the_end_is_refused_and_the_cache_stays_usable(
+    guarded: bool, model_of: ModelOf
+) -> None:
     model, cache = model_of(), fresh(model_of(), guarded=guarded)
     run(model, cache, models.ids(62))
 
@@ -26,7 +28,10 @@ def test_12_writing_past_the_end_is_refused_and_the_cache_stays_usable(guarded: 
     run(model, cache, [1, 2])
     assert len(cache) == 64
     full = refused(lambda: model([[1]], cache=cache), cache)
-    assert full == "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE tables; max_position_embeddings is 64"
+    assert (
+        full
+        == "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE tables; max_position_embeddings is 64"
+    )
 
     cache.crop(10)
     alone = fresh(model)
@@ -36,7 +41,9 @@ def test_12_writing_past_the_end_is_refused_and_the_cache_stays_usable(guarded: 
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("position", [64, 8192, 2**31])
-def test_12_a_position_past_the_end_is_refused_on_a_fresh_cache_too(position: int, guarded: bool, model_of: ModelOf) -> None:
+def test_12_a_position_past_the_end_is_refused_on_a_fresh_cache_too(
+    position: int, guarded: bool, model_of: ModelOf
+) -> None:
     model, cache = model_of(), fresh(model_of(), guarded=guarded)
 
     message = refused(lambda: model([[1]], cache=cache, index_pos=position), cache)
@@ -105,8 +112,13 @@ def test_14_a_position_that_is_not_the_cached_length_is_refused_with_both(
     if fed:
         run(model, cache, models.ids(fed))
 
-    assert refused(lambda: model([[1] * n], cache=cache, index_pos=position), cache) == f"cache: index_pos is {message}"
-    assert np.array_equal(run(model, cache.clone(), [1, 2], index_pos=fed), run(model, cache, [1, 2]))
+    assert (
+        refused(lambda: model([[1] * n], cache=cache, index_pos=position), cache)
+        == f"cache: index_pos is {message}"
+    )
+    assert np.array_equal(
+        run(model, cache.clone(), [1, 2], index_pos=fed), run(model, cache, [1, 2])
+    )
 
 
 def test_14_without_a_kv_cache_every_call_starts_at_0(model_of: ModelOf) -> None:
@@ -120,10 +132,14 @@ def test_14_without_a_kv_cache_every_call_starts_at_0(model_of: ModelOf) -> None
 
 
 @pytest.mark.parametrize("position", [True, False, 1.0, "0", -1, -(2**40), mx.array(0)], ids=repr)
-def test_14_a_position_that_is_no_whole_number_is_refused_guarded_or_not(position: Any, model_of: ModelOf) -> None:
+def test_14_a_position_that_is_no_whole_number_is_refused_guarded_or_not(
+    position: Any, model_of: ModelOf
+) -> None:
     for guarded in (True, False):
         cache = fresh(model_of(), guarded=guarded)
-        message = refused(lambda cache=cache: model_of()([[1]], cache=cache, index_pos=position), cache)  # type: ignore[misc]
+        message = refused(
+            lambda cache=cache: model_of()([[1]], cache=cache, index_pos=position), cache
+        )  # type: ignore[misc]
         assert message == f"cache: index_pos is {position!r}, expected a whole number from 0"
 
 
@@ -142,7 +158,9 @@ def test_14_an_offset_of_everything_shows_in_the_keys_alone(layout: str, model_o
 
     rows_here = run(model, here, tokens)
     # One by one: the mask of a longer call would not fit.
-    rows_there = np.concatenate([run(model, there, [t], index_pos=7 + i) for i, t in enumerate(tokens)])
+    rows_there = np.concatenate(
+        [run(model, there, [t], index_pos=7 + i) for i, t in enumerate(tokens)]
+    )
 
     np.testing.assert_allclose(rows_there, rows_here, atol=1e-11)
     for mine, theirs in zip(here.layers, there.layers, strict=True):
@@ -151,7 +169,9 @@ def test_14_an_offset_of_everything_shows_in_the_keys_alone(layout: str, model_o
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_15_no_tokens_are_refused_on_an_empty_and_on_a_used_cache(guarded: bool, model_of: ModelOf) -> None:
+def test_15_no_tokens_are_refused_on_an_empty_and_on_a_used_cache(
+    guarded: bool, model_of: ModelOf
+) -> None:
     model, cache = model_of(), fresh(model_of(), guarded=guarded)
 
     for n in (0, 5):
@@ -166,12 +186,17 @@ def test_15_another_batch_is_refused_with_both(model_of: ModelOf) -> None:
 
     for tokens in ([[5]], [[5], [6], [7]]):
         message = refused(lambda tokens=tokens: model(tokens, cache=cache), cache)  # type: ignore[misc]
-        assert message == f"cache: batch of {len(tokens)}, expected 2 (that of the tokens held); make a new cache"
+        assert (
+            message
+            == f"cache: batch of {len(tokens)}, expected 2 (that of the tokens held); make a new cache"
+        )
     cache.reset()
     assert model([[5]], cache=cache).shape == (1, 40)
 
 
-def test_15_the_weights_of_another_model_are_refused_with_both(model_of: ModelOf, tmp_path: Path) -> None:
+def test_15_the_weights_of_another_model_are_refused_with_both(
+    model_of: ModelOf, tmp_path: Path
+) -> None:
     shape = models.config("gqa")
     other = load(models.save(tmp_path, shape, models.weights(shape, seed=1)))
     model, cache = model_of(), fresh(model_of())
@@ -182,7 +207,10 @@ def test_15_the_weights_of_another_model_are_refused_with_both(model_of: ModelOf
     assert model.fingerprint is not None
     assert other.fingerprint is not None
     mine, theirs = model.fingerprint[:12], other.fingerprint[:12]
-    assert message == f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+    assert (
+        message
+        == f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+    )
     run(model, cache, [4])
     cache.reset()
     assert np.array_equal(run(other, cache, [1, 2]), run(other, fresh(other), [1, 2]))

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 from synthetic import MEMBERS, changed, make_algebra, make_candidates, make_case
 
-from mlxkv import calibrating
-from mlxkv.calibrating import Result
 from mlxkv.cli import cli
-from mlxkv.judge import readings
-from mlxkv.judge.readings import MEMBERS as HELD
-from mlxkv.judge.readings import ORACLE, PORT, Range, Reading, joined, ranges
+from mlxkv.commands.selftest import calibrate as calibrating
+from mlxkv.commands.selftest import calibration_page as pages
+from mlxkv.commands.selftest import readings
+from mlxkv.commands.selftest.calibrate import Result
+from mlxkv.commands.selftest.readings import MEMBERS as HELD
+from mlxkv.commands.selftest.readings import ORACLE, PORT, Range, Reading, joined, ranges
 from mlxkv.judge.verdict import judge
-from mlxkv.report import calibrate as pages
 
 CASE = make_case()
 VERDICT = judge(CASE, make_candidates(CASE), algebra=make_algebra(CASE))
@@ -39,7 +39,13 @@ def test_every_gate_of_the_verdict_is_read_on_every_plan() -> None:
 
 def test_each_member_is_held_out_as_the_control_holds_out_one() -> None:
     assert [r.plan for r in of(HELD, "sigma")] == MEMBERS
-    assert {r.gate for r in READ if r.whose == HELD} == {"sigma", "worst position", "peak", "shift", *CACHE}
+    assert {r.gate for r in READ if r.whose == HELD} == {
+        "sigma",
+        "worst position",
+        "peak",
+        "shift",
+        *CACHE,
+    }
     (step,) = [r for r in of(HELD, "sigma") if r.plan == "sdpa-step"]
     assert step.value == pytest.approx(VERDICT.controls[0].value, rel=1e-6)
 
@@ -62,7 +68,9 @@ def test_the_proofs_and_the_floor_are_read_too() -> None:
         "noise floor over max |truth|",
         "control: stored errors of sdpa-step",
     ]
-    assert of(ORACLE, "proof transformers_double") == [Reading(ORACLE, "proof transformers_double", "-", 5.5e-8, 1e-6)]
+    assert of(ORACLE, "proof transformers_double") == [
+        Reading(ORACLE, "proof transformers_double", "-", 5.5e-8, 1e-6)
+    ]
     (floor,) = of(ORACLE, "noise floor over max |truth|")
     assert 1e-7 < floor.value < 1e-6
 
@@ -71,7 +79,10 @@ def reading(value: float, plan: str = "step") -> Reading:
     return Reading(PORT, "sigma", plan, value, 8.0)
 
 
-RUNS = [("seed 0", [reading(1.0), reading(2.0, "full")]), ("seed 1", [reading(4.0), reading(0.5, "full")])]
+RUNS = [
+    ("seed 0", [reading(1.0), reading(2.0, "full")]),
+    ("seed 1", [reading(4.0), reading(0.5, "full")]),
+]
 A, B = ranges("a", RUNS), ranges("b", [("seed 0", [reading(3.0)])])
 
 
@@ -89,7 +100,9 @@ def test_what_is_not_a_number_is_beyond_every_limit_and_the_worst_of_all() -> No
 
 
 def result(*found: Range, accused: tuple[str, ...] = ()) -> Result:
-    return Result("float32", 2, found, accused, {"a": ["f" * 64]}, {"mlx": "0.32.4"}, {"torch": "2.13.0"})
+    return Result(
+        "float32", 2, found, accused, {"a": ["f" * 64]}, {"mlx": "0.32.4"}, {"torch": "2.13.0"}
+    )
 
 
 def test_one_reading_beyond_its_limit_or_one_run_accused_is_a_failure() -> None:
@@ -102,7 +115,11 @@ def test_one_reading_beyond_its_limit_or_one_run_accused_is_a_failure() -> None:
         "a, seed 0: cannot tell: why",
     ]
     value = json.loads(json.dumps(result(beyond).to_json(), allow_nan=False))
-    assert (value["format"], value["exit_code"], value["readings"][0]["within"]) == ("mlxkv-calibrate/1", 1, False)
+    assert (value["format"], value["exit_code"], value["readings"][0]["within"]) == (
+        "mlxkv-calibrate/1",
+        1,
+        False,
+    )
 
 
 def test_the_console_shows_largest_beside_limit_and_headroom() -> None:
@@ -131,7 +148,10 @@ correct runs on 2 models: beyond a limit 1, accused 0    report: x.md
 def test_what_is_far_below_its_limit_is_shown_with_an_exponent() -> None:
     tiny = Range("a", PORT, "algebra (float64)", 4, 1e-15, 2e-15, 3e-15, 1e-3, "seed 0", "full")
     console = pages.console([tiny], [], dtype="float32", report="x.md")
-    assert console.splitlines()[2] == "algebra (float64)  2.0e-15  3.0e-15  0.001    3e+11x  a, seed 0, full"
+    assert (
+        console.splitlines()[2]
+        == "algebra (float64)  2.0e-15  3.0e-15  0.001    3e+11x  a, seed 0, full"
+    )
     assert "every correct run on a is within every limit" in console
 
 
@@ -149,14 +169,23 @@ def test_a_wrong_run_is_not_lost_among_right_ones() -> None:
     assert (sigma.within, sigma.run, sigma.plan) == (False, "seed 1", "step")
 
 
-def test_the_command_measures_a_random_model_in_both_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_a_random_model_in_both_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibrating, "LAYOUTS", ("gqa",))
     monkeypatch.setattr(calibrating, "STDS", (0.02,))
-    ran = CliRunner().invoke(cli, ["calibrate", "--no-real", "--seeds", "1", "--dtype", "float16", "--out", str(tmp_path)])
+    ran = CliRunner().invoke(
+        cli,
+        ["calibrate", "--no-real", "--seeds", "1", "--dtype", "float16", "--out", str(tmp_path)],
+    )
     assert ran.exit_code == 0, ran.output
     value = json.loads((tmp_path / "calibration.json").read_text())
     port = {r["gate"]: r for r in value["readings"] if r["whose"] == PORT}
-    assert (value["dtype"], list(value["models"]), port["sigma"]["readings"]) == ("float16", ["gqa-0.02"], 4)
+    assert (value["dtype"], list(value["models"]), port["sigma"]["readings"]) == (
+        "float16",
+        ["gqa-0.02"],
+        4,
+    )
     assert port["algebra (float64)"]["largest"] < 1e-13
     assert all(r["within"] for r in value["readings"])
     assert "# Calibration" in (tmp_path / "calibration.md").read_text()

@@ -16,11 +16,11 @@ from mlxkv.engines.port import Runner
 from mlxkv.port import cache as cache_module
 from mlxkv.port import llama, ops, rope
 from mlxkv.port.cache import Cache, Layer
-from mlxkv.port.config import Rope
+from mlxkv.port.config.llama import Rope
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import from_checkpoint, load
-from oracle.checkpoint import Checkpoint
-from oracle.trace import Outcome
+from oracle.formats.trace import Outcome
+from oracle.model.checkpoint import Checkpoint
 
 
 @cache
@@ -28,7 +28,9 @@ def tiny(layout: str, dtype: str) -> Llama:
     return load(GOLDEN / "tiny" / layout, dtype)
 
 
-@pytest.mark.parametrize("golden", [g for layout in TINY for g in goldens(f"tiny/{layout}")], ids=repr)
+@pytest.mark.parametrize(
+    "golden", [g for layout in TINY for g in goldens(f"tiny/{layout}")], ids=repr
+)
 def test_the_unguarded_port_does_what_candle_did(golden: Golden) -> None:
     runner = golden.run(tiny(golden.folder.name, golden.dtype))
 
@@ -52,7 +54,18 @@ def test_nothing_of_candle_is_left_out() -> None:
     assert [len(goldens(f"tiny/{layout}")) for layout in TINY] == [34, 34, 34, 34]
     assert [g.name for g in goldens("tiny/gqa") if not g.says_something] == []
     assert [g.name for g in SMOLLM2] == [
-        *("cached", "nocache", "chunked", "greedy", "pos0", "by-calls", "reuse", "reuse1", "far", "branch"),
+        *(
+            "cached",
+            "nocache",
+            "chunked",
+            "greedy",
+            "pos0",
+            "by-calls",
+            "reuse",
+            "reuse1",
+            "far",
+            "branch",
+        ),
         *("chunk-wrong-pos", "uncached-pos"),
     ]
 
@@ -82,7 +95,11 @@ def mask_of(hides: Callable[[Any, Any, int], Any]) -> Callable[[Any], Any]:
 
 def newest_first(self: Layer, keys: mx.array, values: mx.array) -> Layer:
     old = () if self.keys is None or self.values is None else (self.keys, self.values)
-    rows = [mx.concatenate([new, held], axis=2) for new, held in zip((keys, values), old, strict=True)] if old else [keys, values]
+    rows = (
+        [mx.concatenate([new, held], axis=2) for new, held in zip((keys, values), old, strict=True)]
+        if old
+        else [keys, values]
+    )
     return Layer((rows[0], rows[1]), self.length + keys.shape[2])
 
 
@@ -104,13 +121,35 @@ def theta(real: Any, given: Rope, *rest: Any) -> Any:
 MUTANTS: dict[str, tuple[Patch, str, str]] = {
     # what is wrong: the fault, a model and a plan that must show it
     "theta x 1.01": (frequencies(theta), "tiny/gqa", "cached"),
-    "angles in half precision": (frequencies(lambda real, *given: real(*given).astype(np.float16)), "tiny/gqa", "cached"),
-    "llama3 scaling dropped": (replaced(rope, "_llama3", lambda real: lambda frequencies, rope: frequencies), "tiny/llama3", "cached"),
-    "pairs of neighbours turned": (replaced(llama, "rotate", lambda real: pairwise), "tiny/gqa", "cached"),
+    "angles in half precision": (
+        frequencies(lambda real, *given: real(*given).astype(np.float16)),
+        "tiny/gqa",
+        "cached",
+    ),
+    "llama3 scaling dropped": (
+        replaced(rope, "_llama3", lambda real: lambda frequencies, rope: frequencies),
+        "tiny/llama3",
+        "cached",
+    ),
+    "pairs of neighbours turned": (
+        replaced(llama, "rotate", lambda real: pairwise),
+        "tiny/gqa",
+        "cached",
+    ),
     # The tiny models' rows are so large that an eps of 1e-5 drowns in their noise.
-    "eps x 1.1": (replaced(ops, "rms_norm", lambda real: lambda x, weight, eps: real(x, weight, eps * 1.1)), "smollm2", "cached"),
+    "eps x 1.1": (
+        replaced(ops, "rms_norm", lambda real: lambda x, weight, eps: real(x, weight, eps * 1.1)),
+        "smollm2",
+        "cached",
+    ),
     "scale x 1.001": (
-        replaced(ops, "attention", lambda real: lambda *given, scale, hidden: real(*given, scale=scale * 1.001, hidden=hidden)),
+        replaced(
+            ops,
+            "attention",
+            lambda real: (
+                lambda *given, scale, hidden: real(*given, scale=scale * 1.001, hidden=hidden)
+            ),
+        ),
         "tiny/gqa",
         "cached",
     ),
@@ -125,21 +164,39 @@ MUTANTS: dict[str, tuple[Patch, str, str]] = {
         "chunked",
     ),
     "decode position + 1": (
-        replaced(Cache, "rotation", lambda real: lambda self, start, length: real(self, start + (length == 1), length)),
+        replaced(
+            Cache,
+            "rotation",
+            lambda real: lambda self, start, length: real(self, start + (length == 1), length),
+        ),
         "tiny/gqa",
         "cached",
     ),
     # Attention does not care in which order it is given keys that it sees all of: only a masked call shows this.
-    "new rows put before the old": (replaced(Layer, "append", lambda real: newest_first), "tiny/gqa", "chunked"),
-    "no-cache flag ignored": (replaced(Cache, "extend", lambda real: always_kept), "tiny/gqa", "nocache-by-one"),
+    "new rows put before the old": (
+        replaced(Layer, "append", lambda real: newest_first),
+        "tiny/gqa",
+        "chunked",
+    ),
+    "no-cache flag ignored": (
+        replaced(Cache, "extend", lambda real: always_kept),
+        "tiny/gqa",
+        "nocache-by-one",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_a_port_that_errs_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_a_port_that_errs_is_seen(
+    fault: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     patch, name, plan = MUTANTS[fault]
     (golden,) = (g for g in goldens(name) if g.name == plan)
-    model = request.getfixturevalue("smollm2") if name == "smollm2" else tiny(golden.folder.name, "float32")
+    model = (
+        request.getfixturevalue("smollm2")
+        if name == "smollm2"
+        else tiny(golden.folder.name, "float32")
+    )
     # Tables are kept per config: the wrong ones must be made, and must not be kept.
     monkeypatch.setattr(cache_module, "_tables", cache_module._tables.__wrapped__)
     assert golden.faults(golden.run(model)) == []
@@ -164,7 +221,10 @@ def test_a_row_that_is_not_finite_is_seen() -> None:
 
     runner.rows[3] = runner.rows[3] * float("nan")
 
-    assert [f.split(" times ")[0] for f in golden.faults(runner)] == ["gqa-cached: rows are nan", "gqa-cached: the worst row is nan"]
+    assert [f.split(" times ")[0] for f in golden.faults(runner)] == [
+        "gqa-cached: rows are nan",
+        "gqa-cached: the worst row is nan",
+    ]
 
 
 @pytest.mark.parametrize("plan", ["reuse", "far", "chunk-wrong-pos", "uncached-pos"])
@@ -174,7 +234,10 @@ def test_an_error_that_only_candle_raises_is_seen(plan: str) -> None:
 
     runner.outcomes = [replace(o, error=None) for o in runner.outcomes]
     silent = golden.faults(runner)
-    runner.outcomes = [replace(o, error=o.error and "cannot broadcast [9, 9] to [1, 6, 9, 9]") for o in golden.outcomes]
+    runner.outcomes = [
+        replace(o, error=o.error and "cannot broadcast [9, 9] to [1, 6, 9, 9]")
+        for o in golden.outcomes
+    ]
     other = golden.faults(runner)
 
     failing = sum(o.error is not None for o in golden.outcomes)

@@ -13,21 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import candle
 import models
 import numpy as np
 import pytest
 
-from mlxkv.engines import candle
-from oracle import trace
-from oracle.checkpoint import resolve
-from oracle.plan import Call
+from oracle.formats import disk, trace
+from oracle.formats.plan import Call
+from oracle.model.checkpoint import resolve
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
 
 
-def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def mlxkv(
+    *arguments: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {})
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -66,28 +70,52 @@ def compared(tiny: Path, answer: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_right_port_agrees_in_every_scope_and_writes_its_report(compared: Path) -> None:
-    assert sorted(p.name for p in compared.iterdir()) == ["compare.json", "compare.md", "compare.svg", "stdout.txt"]
+    assert sorted(p.name for p in compared.iterdir()) == [
+        "compare.json",
+        "compare.md",
+        "compare.svg",
+        "stdout.txt",
+    ]
     verdict = json.loads((compared / "compare.json").read_text())
     assert verdict["outcome"] == "agree"
     assert verdict["scopes"] == ["algebra", "logits", "cache"]
     assert sorted(verdict["plans"]) == ["chunked", "full", "prefixes", "step"]
-    assert {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"} == {"chunked", "full", "prefixes", "step"}
+    assert {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"} == {
+        "chunked",
+        "full",
+        "prefixes",
+        "step",
+    }
     assert all(g["ran"] and not g["failed"] for g in verdict["gates"])
     last = (compared / "stdout.txt").read_text().splitlines()[-1]
     assert last == f"agree (algebra, logits, cache)    report: {compared / 'compare.md'}"
 
 
-def test_the_same_run_gives_the_same_report_byte_for_byte(tiny: Path, answer: Path, compared: Path, tmp_path: Path) -> None:
+def test_the_same_run_gives_the_same_report_byte_for_byte(
+    tiny: Path, answer: Path, compared: Path, tmp_path: Path
+) -> None:
     assert mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path).returncode == 0
     for name in ("compare.json", "compare.svg"):
         assert (tmp_path / name).read_bytes() == (compared / name).read_bytes()
-    first, second = ((p / "compare.md").read_text().replace(str(p), "OUT") for p in (compared, tmp_path))
+    first, second = (
+        (p / "compare.md").read_text().replace(str(p), "OUT") for p in (compared, tmp_path)
+    )
     assert first == second
 
 
-def test_a_second_run_reuses_the_oracle_never_the_port_and_nothing_damaged(tiny: Path, tmp_path: Path) -> None:
+def test_a_second_run_reuses_the_oracle_never_the_port_and_nothing_damaged(
+    tiny: Path, tmp_path: Path
+) -> None:
     def took() -> dict[str, Any]:
-        done = mlxkv("compare", tiny, *TOKENS, "--json", "--out", tmp_path / "out", env={"MLXKV_CACHE": str(tmp_path / "cache")})
+        done = mlxkv(
+            "compare",
+            tiny,
+            *TOKENS,
+            "--json",
+            "--out",
+            tmp_path / "out",
+            env={"MLXKV_CACHE": str(tmp_path / "cache")},
+        )
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout)["took"])
 
@@ -105,12 +133,20 @@ def test_a_second_run_reuses_the_oracle_never_the_port_and_nothing_damaged(tiny:
 
 
 def test_weights_that_differ_from_the_oracles_are_refused(answer: Path, tmp_path: Path) -> None:
-    other = models.save(tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1))
-    refused(mlxkv("compare", other, "--oracle", answer, "--out", tmp_path / "out"), "made with weights", "name the model")
+    other = models.save(
+        tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1)
+    )
+    refused(
+        mlxkv("compare", other, "--oracle", answer, "--out", tmp_path / "out"),
+        "made with weights",
+        "name the model",
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_another_config_on_the_same_weights_differs(tiny: Path, answer: Path, tmp_path: Path) -> None:
+def test_another_config_on_the_same_weights_differs(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny, other)
     (other / "config.json").write_text(json.dumps(models.config("gqa", rope_theta=10100.0)))
@@ -121,35 +157,58 @@ def test_another_config_on_the_same_weights_differs(tiny: Path, answer: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--tokens", "3,7,11,2,18"), ("--prompt", "x"), ("--dtype", "float16"), ("--steps", "7"), ("--chunks", "3,2")]
+    ("option", "value"),
+    [
+        ("--tokens", "3,7,11,2,18"),
+        ("--prompt", "x"),
+        ("--dtype", "float16"),
+        ("--steps", "7"),
+        ("--chunks", "3,2"),
+    ],
 )
-def test_an_oracle_folder_of_other_inputs_is_refused(tiny: Path, answer: Path, tmp_path: Path, option: str, value: str) -> None:
-    refused(mlxkv("compare", tiny, "--oracle", answer, option, value, "--out", tmp_path), option.strip("-"), "manifest.json")
+def test_an_oracle_folder_of_other_inputs_is_refused(
+    tiny: Path, answer: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    refused(
+        mlxkv("compare", tiny, "--oracle", answer, option, value, "--out", tmp_path),
+        option.strip("-"),
+        "manifest.json",
+    )
 
 
-def test_an_oracle_folder_with_a_changed_plan_is_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
+def test_an_oracle_folder_with_a_changed_plan_is_refused(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(answer, copy)
     plan = json.loads((copy / "plans" / "step.json").read_text())
     plan["steps"][2]["tokens"] = [1]
     (copy / "plans" / "step.json").write_text(json.dumps(plan))
-    refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "sha256")
+    refused(
+        mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "sha256"
+    )
 
 
-def test_a_plan_that_is_not_the_manifests_is_refused_even_when_its_hash_fits(tiny: Path, answer: Path, tmp_path: Path) -> None:
+def test_a_plan_that_is_not_the_manifests_is_refused_even_when_its_hash_fits(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(answer, copy)
     plan, manifest = copy / "plans" / "step.json", copy / "manifest.json"
     plan.write_text(plan.read_text().replace('"index_pos": 5', '"index_pos": 6'))
     value = json.loads(manifest.read_text())
-    value["files"]["plans/step.json"] = trace.sha256(plan)
+    value["files"]["plans/step.json"] = disk.sha256(plan)
     manifest.write_text(json.dumps(value))
-    refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "digest")
+    refused(
+        mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), "step.json", "digest"
+    )
 
 
 @pytest.mark.parametrize("name", ["truth", "reference-step", "floors", "manifest"])
 @pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
-def test_a_damaged_oracle_folder_is_refused(tiny: Path, answer: Path, tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_oracle_folder_is_refused(
+    tiny: Path, answer: Path, tmp_path: Path, name: str, how: str
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(answer, copy)
     path = copy / (f"{name}.safetensors" if name != "manifest" else "manifest.json")
@@ -158,7 +217,11 @@ def test_a_damaged_oracle_folder_is_refused(tiny: Path, answer: Path, tmp_path: 
         path.unlink()
     else:
         middle = len(data) // 2
-        path.write_bytes(data[:middle] if how == "cut" else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        path.write_bytes(
+            data[:middle]
+            if how == "cut"
+            else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        )
     if (name, how) == ("manifest", "flipped"):
         path.write_bytes(data.replace(b'"complete": true', b'"complete": "no"'))
     refused(mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out"), path.name)
@@ -167,20 +230,31 @@ def test_a_damaged_oracle_folder_is_refused(tiny: Path, answer: Path, tmp_path: 
 def test_a_damaged_candidate_is_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
     path = tmp_path / "candidate.safetensors"
     path.write_bytes((answer / "reference-step.safetensors").read_bytes()[:5000])
-    refused(mlxkv("compare", tiny, "--oracle", answer, "--candidate", path, "--out", tmp_path / "out"), str(path))
+    refused(
+        mlxkv("compare", tiny, "--oracle", answer, "--candidate", path, "--out", tmp_path / "out"),
+        str(path),
+    )
 
 
-def test_a_third_engine_stands_beside_the_port_and_the_oracle(tiny: Path, answer: Path, tmp_path: Path) -> None:
+def test_a_third_engine_stands_beside_the_port_and_the_oracle(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
     third = tmp_path / "third.safetensors"
     kept = trace.read(answer / "reference-step.safetensors")
     arrays = {name: kept.arrays[name] for name in ("logits", "positions", "steps")}
     meta = trace.Meta(kept.meta.plan, "third", "1", "float32", fingerprint=kept.meta.fingerprint)
     trace.write(third, meta, arrays)
-    done = mlxkv("compare", tiny, "--oracle", answer, "--candidate", third, "--out", tmp_path / "out")
+    done = mlxkv(
+        "compare", tiny, "--oracle", answer, "--candidate", third, "--out", tmp_path / "out"
+    )
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "out" / "compare.md").read_text()
     table = report.split("## Three engines")[1].split("##")[0]
-    pairs = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines() if line.startswith("| ")][2:]
+    pairs = [
+        tuple(cell.strip() for cell in line.split("|")[1:3])
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ][2:]
     assert pairs == [
         ("third cached", "mlxkv cached"),
         ("third cached", "transformers cached"),
@@ -199,42 +273,92 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, trace.Trace]
     folder = tmp_path_factory.mktemp("golden") / "run"
     rows = candle.read(GOLDEN, "cached", fingerprint=resolve(str(GOLDEN)).fingerprint)
     ids = [str(id) for step in rows.meta.plan.steps if isinstance(step, Call) for id in step.tokens]
-    command = ["oracle", "run", str(GOLDEN), "--tokens", ",".join(ids), "--prompt-tokens", "5", "--steps", "0", "--out", str(folder)]
+    command = [
+        "oracle",
+        "run",
+        str(GOLDEN),
+        "--tokens",
+        ",".join(ids),
+        "--prompt-tokens",
+        "5",
+        "--steps",
+        "0",
+        "--out",
+        str(folder),
+    ]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
     return folder, rows
 
 
-def test_the_real_candle_is_judged_beside_the_port_and_agrees(golden: tuple[Path, trace.Trace], tmp_path: Path) -> None:
+def test_the_real_candle_is_judged_beside_the_port_and_agrees(
+    golden: tuple[Path, trace.Trace], tmp_path: Path
+) -> None:
     folder, rows = golden
     trace.write(tmp_path / "candle.safetensors", rows.meta, rows.arrays)
-    done = mlxkv("compare", GOLDEN, "--oracle", folder, "--candidate", tmp_path / "candle.safetensors", "--out", tmp_path / "out")
+    done = mlxkv(
+        "compare",
+        GOLDEN,
+        "--oracle",
+        folder,
+        "--candidate",
+        tmp_path / "candle.safetensors",
+        "--out",
+        tmp_path / "out",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "candle: agree (logits)"
-    assert "By the same gates candle: **agree (logits)**." in (tmp_path / "out" / "compare.md").read_text()
-    assert json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["outcome"] == "agree"
+    assert (
+        "By the same gates candle: **agree (logits)**."
+        in (tmp_path / "out" / "compare.md").read_text()
+    )
+    assert (
+        json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["outcome"] == "agree"
+    )
 
 
-def test_a_wrong_candidate_differs_though_the_port_agrees(golden: tuple[Path, trace.Trace], tmp_path: Path) -> None:
+def test_a_wrong_candidate_differs_though_the_port_agrees(
+    golden: tuple[Path, trace.Trace], tmp_path: Path
+) -> None:
     folder, rows = golden
     arrays = dict(rows.arrays) | {"logits": rows.logits * np.float32(1.001)}
     trace.write(tmp_path / "candle.safetensors", rows.meta, arrays)
-    done = mlxkv("compare", GOLDEN, "--oracle", folder, "--candidate", tmp_path / "candle.safetensors", "--out", tmp_path / "out")
+    done = mlxkv(
+        "compare",
+        GOLDEN,
+        "--oracle",
+        folder,
+        "--candidate",
+        tmp_path / "candle.safetensors",
+        "--out",
+        tmp_path / "out",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nagree (algebra, logits, cache)" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("candle: differ (logits): sigma")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tokens", "3,7,11", "--steps", "1"], ["--tokens", "3", "--steps", "1"], ["--tokens", "3,7", "--chunks", "2"]]
+    "arguments",
+    [
+        ["--tokens", "3,7,11", "--steps", "1"],
+        ["--tokens", "3", "--steps", "1"],
+        ["--tokens", "3,7", "--chunks", "2"],
+    ],
 )
-def test_plans_that_coincide_are_run_once_and_judged(tiny: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_plans_that_coincide_are_run_once_and_judged(
+    tiny: Path, tmp_path: Path, arguments: list[str]
+) -> None:
     done = mlxkv("compare", tiny, *arguments, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nagree (algebra, logits" in done.stdout
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    refused(mlxkv("compare", tmp_path / "nowhere", "--out", tmp_path / "out"), "nowhere", "no such folder")
+    refused(
+        mlxkv("compare", tmp_path / "nowhere", "--out", tmp_path / "out"),
+        "nowhere",
+        "no such folder",
+    )
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -242,7 +366,9 @@ def test_a_folder_without_one_of_its_files(tiny: Path, tmp_path: Path, missing: 
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
     (copy / missing).unlink()
-    refused(mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), str(copy), missing.split(".")[1])
+    refused(
+        mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), str(copy), missing.split(".")[1]
+    )
 
 
 def test_truncated_weights(tiny: Path, tmp_path: Path) -> None:
@@ -257,7 +383,9 @@ def test_a_model_that_is_not_a_llama(tiny: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
     (copy / "config.json").write_text(json.dumps(models.config("gqa", model_type="qwen2")))
-    refused(mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), "model_type", "qwen2", "llama")
+    refused(
+        mlxkv("compare", copy, *TOKENS, "--out", tmp_path / "out"), "model_type", "qwen2", "llama"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +402,9 @@ def test_a_model_that_is_not_a_llama(tiny: Path, tmp_path: Path) -> None:
         (["--tokens", "3,3", "--device", "gpu"], ["--device", "gpu"]),
     ],
 )
-def test_a_request_that_cannot_be_run(tiny: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_a_request_that_cannot_be_run(
+    tiny: Path, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
     refused(mlxkv("compare", tiny, *arguments, "--out", tmp_path / "out"), *words)
 
 
@@ -284,23 +414,39 @@ def test_an_empty_prompt(tmp_path: Path, default_checkpoint: object) -> None:
 
 def test_an_output_folder_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "file" / "out"), "file/out", "cannot be written")
+    refused(
+        mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "file" / "out"),
+        "file/out",
+        "cannot be written",
+    )
 
 
 def test_a_cache_folder_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     env = {"MLXKV_CACHE": str(tmp_path / "file" / "cache")}
-    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env), "cannot be written")
+    refused(
+        mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env), "cannot be written"
+    )
 
 
-@pytest.mark.parametrize(("package", "extra"), [("torch", "[oracle]"), ("transformers", "[oracle]"), ("mlx", "[port]")])
-def test_a_missing_package_names_the_extra_that_brings_it(tiny: Path, tmp_path: Path, package: str, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "extra"), [("torch", "[oracle]"), ("transformers", "[oracle]"), ("mlx", "[port]")]
+)
+def test_a_missing_package_names_the_extra_that_brings_it(
+    tiny: Path, tmp_path: Path, package: str, extra: str
+) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path)), "MLXKV_CACHE": str(tmp_path / "cache")}
-    refused(mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env), f"{package} is not installed", extra)
+    refused(
+        mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env),
+        f"{package} is not installed",
+        extra,
+    )
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_comparison_with_a_given_folder_needs_no_torch(tiny: Path, answer: Path, tmp_path: Path, package: str) -> None:
+def test_a_comparison_with_a_given_folder_needs_no_torch(
+    tiny: Path, answer: Path, tmp_path: Path, package: str
+) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path))}
     done = mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
     assert done.returncode == 0, done.stderr
@@ -322,10 +468,31 @@ def without(package: str, room: Path) -> Path:
 
 
 @pytest.mark.parametrize("after", [0.3, 1.5, 4.0])
-def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(tiny: Path, tmp_path: Path, after: float) -> None:
+def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(
+    tiny: Path, tmp_path: Path, after: float
+) -> None:
     env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "mlxkv", "compare", str(tiny), "--tokens", "3,7", "--steps", "62", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "mlxkv",
+        "compare",
+        str(tiny),
+        "--tokens",
+        "3,7",
+        "--steps",
+        "62",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -333,19 +500,30 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(tiny: Path, 
         pytest.fail("the comparison was over before the interrupt; give it more to do")
     assert process.returncode in (130, -signal.SIGINT), errors
     assert "Traceback" not in errors
-    left = [p for p in (tmp_path / "out").rglob("*") if p.is_file()] if (tmp_path / "out").exists() else []
+    left = (
+        [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+        if (tmp_path / "out").exists()
+        else []
+    )
     assert left == []
     assert list((tmp_path / "cache").rglob("*.part")) == []
-    assert not (tmp_path / "cache" / "runs").exists() or list((tmp_path / "cache" / "runs").iterdir()) == []
+    assert (
+        not (tmp_path / "cache" / "runs").exists()
+        or list((tmp_path / "cache" / "runs").iterdir()) == []
+    )
 
 
-def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_verdict(tiny: Path) -> None:
+def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_verdict(
+    tiny: Path,
+) -> None:
     command = [sys.executable, "-m", "mlxkv", "inspect", str(tiny)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr.splitlines()) == (
         2,
-        ["error: standard output: cannot be written (No space left on device); give it somewhere to go"],
+        [
+            "error: standard output: cannot be written (No space left on device); give it somewhere to go"
+        ],
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -358,10 +536,24 @@ def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_ver
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_terminated_comparison_stops_its_engines_and_leaves_no_traces(tiny: Path, answer: Path, tmp_path: Path) -> None:
+def test_a_terminated_comparison_stops_its_engines_and_leaves_no_traces(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
     env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "mlxkv", "compare", str(tiny), "--oracle", str(answer), "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "mlxkv",
+        "compare",
+        str(tiny),
+        "--oracle",
+        str(answer),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     runs = tmp_path / "cache" / "runs"
     while process.poll() is None and not list(runs.glob("*/float64/job.json")):
         time.sleep(0.01)
@@ -375,7 +567,17 @@ def test_a_terminated_comparison_stops_its_engines_and_leaves_no_traces(tiny: Pa
 def test_help_names_every_command_and_exit_code() -> None:
     done = mlxkv("--help")
     assert done.returncode == 0
-    for word in ("compare", "reports", "bench", "generate", "inspect", "doctor", "0 agree", "1 differ", "2 could not tell"):
+    for word in (
+        "compare",
+        "reports",
+        "bench",
+        "generate",
+        "inspect",
+        "doctor",
+        "0 agree",
+        "1 differ",
+        "2 could not tell",
+    ):
         assert word in done.stdout
 
 
@@ -407,39 +609,67 @@ def test_inspect_says_what_the_cache_takes(tiny: Path) -> None:
 
 def test_inspect_says_what_was_filled_in_and_every_parameter_of_rope(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "truncate": False}
-    config = {k: v for k, v in models.config("gqa", rope_scaling=scaling).items() if k != "rms_norm_eps"}
-    lines = mlxkv("inspect", models.save(tmp_path / "m", config, models.weights(models.config("gqa")))).stdout.splitlines()
-    assert "RoPE             yarn, theta 10000, factor 4.0, original_max_position_embeddings 64, truncate false" in lines
+    config = {
+        k: v for k, v in models.config("gqa", rope_scaling=scaling).items() if k != "rms_norm_eps"
+    }
+    lines = mlxkv(
+        "inspect", models.save(tmp_path / "m", config, models.weights(models.config("gqa")))
+    ).stdout.splitlines()
+    assert (
+        "RoPE             yarn, theta 10000, factor 4.0, original_max_position_embeddings 64, truncate false"
+        in lines
+    )
     filled = "rms_norm_eps 1e-06, beta_fast 32.0, beta_slow 1.0, original_max_position_embeddings 64, attention_bias false, mlp_bias false"
     assert f"filled in        {filled} (absent in config.json, as in transformers)" in lines
 
 
-def test_an_unknown_key_is_refused_until_it_is_ignored_and_then_that_is_shown(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_until_it_is_ignored_and_then_that_is_shown(
+    tmp_path: Path,
+) -> None:
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    odd = models.save(tmp_path / "odd", models.config("gqa") | {"auto_map": {"A": "b.C"}}, models.weights(models.config("gqa")))
+    odd = models.save(
+        tmp_path / "odd",
+        models.config("gqa") | {"auto_map": {"A": "b.C"}},
+        models.weights(models.config("gqa")),
+    )
     command = ("compare", odd, *TOKENS, "--json", "--out", tmp_path / "out")
 
-    refused(mlxkv(*command, env=env), "auto_map: expected no such key in a Llama config (it may change the model)")
+    refused(
+        mlxkv(*command, env=env),
+        "auto_map: expected no such key in a Llama config (it may change the model)",
+    )
     assert not (tmp_path / "cache" / "oracle").exists()
     done = mlxkv(*command, "--ignore-key", "auto_map", env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["note"] == "ignoring auto_map in config.json"
-    assert "ignoring auto_map in config.json" in (tmp_path / "out" / "compare.md").read_text().splitlines()[0]
+    assert (
+        "ignoring auto_map in config.json"
+        in (tmp_path / "out" / "compare.md").read_text().splitlines()[0]
+    )
 
     # A folder made so says so by itself, and both engines must be asked the same.
     (kept,) = (tmp_path / "cache" / "oracle").iterdir()
     given = mlxkv("compare", odd, "--oracle", kept, "--out", tmp_path / "out", env=env)
     assert given.returncode == 0, given.stderr
-    refused(mlxkv(*command, "--ignore-key", "auto_mapp", env=env), "no key 'auto_mapp'", "--ignore-key")
-    refused(mlxkv(*command, "--ignore-key", "head_dim", env=env), "head_dim", "the model depends on it")
+    refused(
+        mlxkv(*command, "--ignore-key", "auto_mapp", env=env), "no key 'auto_mapp'", "--ignore-key"
+    )
+    refused(
+        mlxkv(*command, "--ignore-key", "head_dim", env=env), "head_dim", "the model depends on it"
+    )
     for other in ("inspect", "bench"):
         refused(mlxkv(other, odd, "--ignore-key", "head_dim", env=env), "head_dim")
 
 
 def test_dynamic_rope_beyond_the_model_is_refused_and_why(tmp_path: Path) -> None:
-    folder = models.save(tmp_path / "m", models.config("gqa", rope_scaling={"type": "dynamic", "factor": 2.0}))
+    folder = models.save(
+        tmp_path / "m", models.config("gqa", rope_scaling={"type": "dynamic", "factor": 2.0})
+    )
     done = mlxkv("compare", folder, *TOKENS, "--steps", "99", "--out", tmp_path / "out")
-    refused(done, "expected at most 64 (max_position_embeddings, and beyond it dynamic RoPE has other frequencies at every length")
+    refused(
+        done,
+        "expected at most 64 (max_position_embeddings, and beyond it dynamic RoPE has other frequencies at every length",
+    )
 
 
 def test_doctor_finds_both_engines() -> None:

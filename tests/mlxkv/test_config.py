@@ -10,46 +10,75 @@ from typing import Any
 import models
 import numpy as np
 import pytest
-from configs import LINEAR, LLAMA2_7B, LLAMA3_ROPE, LLAMA32_1B, RESAVED, SMOLLM2, TINYLLAMA, YARN, read, refusal
+from configs import (
+    LINEAR,
+    LLAMA2_7B,
+    LLAMA3_ROPE,
+    LLAMA32_1B,
+    RESAVED,
+    SMOLLM2,
+    TINYLLAMA,
+    YARN,
+    read,
+    refusal,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxkv.port import rope
-from mlxkv.port.config import HARMLESS, IGNORED, USED, ConfigError, LlamaConfig, Rope
-from mlxkv.port.config_rope import KEYS
+from mlxkv.port.config.llama import HARMLESS, IGNORED, USED, ConfigError, LlamaConfig, Rope
+from mlxkv.port.config.rope import KEYS
 
 ROPE_KEYS = sorted({"type", "rope_type", "rope_theta"}.union(*KEYS.values()))
 
 
 def test_smollm2() -> None:
-    assert read(SMOLLM2) == LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, Rope(100000.0), tie_word_embeddings=True)
+    assert read(SMOLLM2) == LlamaConfig(
+        576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, Rope(100000.0), tie_word_embeddings=True
+    )
     assert read(SMOLLM2).notes == ()
 
 
 def test_llama_3_2_1b() -> None:
-    assert read(LLAMA32_1B) == LlamaConfig(2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, LLAMA3_ROPE, tie_word_embeddings=True)
+    assert read(LLAMA32_1B) == LlamaConfig(
+        2048, 8192, 16, 32, 8, 64, 128256, 131072, 1e-5, LLAMA3_ROPE, tie_word_embeddings=True
+    )
     assert read(LLAMA32_1B).notes == ()
 
 
 def test_tinyllama() -> None:
-    assert read(TINYLLAMA) == LlamaConfig(2048, 5632, 22, 32, 4, 64, 32000, 2048, 1e-5, Rope(10000.0))
+    assert read(TINYLLAMA) == LlamaConfig(
+        2048, 5632, 22, 32, 4, 64, 32000, 2048, 1e-5, Rope(10000.0)
+    )
 
 
 def test_llama_2_7b_whose_file_leaves_much_to_transformers() -> None:
     found = read(LLAMA2_7B)
 
     assert found == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 4096, 1e-5, Rope(10000.0))
-    assert found.defaults == (("head_dim", 128), ("rope_theta", 10000.0), ("attention_bias", False), ("mlp_bias", False))
+    assert found.defaults == (
+        ("head_dim", 128),
+        ("rope_theta", 10000.0),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+    )
 
 
 def test_a_linear_one() -> None:
-    assert read(LINEAR) == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 16384, 1e-5, Rope(10000.0, "linear", 4.0))
+    assert read(LINEAR) == LlamaConfig(
+        4096, 11008, 32, 32, 32, 128, 32000, 16384, 1e-5, Rope(10000.0, "linear", 4.0)
+    )
 
 
 def test_a_yarn_one() -> None:
     rope = Rope(10000.0, "yarn", 16.0, original_max_position_embeddings=4096)
     assert read(YARN) == LlamaConfig(4096, 11008, 32, 32, 32, 128, 32000, 65536, 1e-5, rope)
-    assert read(YARN).defaults[1:5] == (("rope_theta", 10000.0), ("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True))
+    assert read(YARN).defaults[1:5] == (
+        ("rope_theta", 10000.0),
+        ("beta_fast", 32.0),
+        ("beta_slow", 1.0),
+        ("truncate", True),
+    )
 
 
 @pytest.mark.parametrize("value", [..., None, 2, [128001, 128008, 128009], []])
@@ -64,7 +93,14 @@ def test_the_same_model_saved_by_transformers_5_is_the_same_config() -> None:
 
 # Sizes and flags, each dropped or of a wrong kind.
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 OPTIONAL = {"num_key_value_heads": 9, "head_dim": 64}
 
 
@@ -73,7 +109,10 @@ OPTIONAL = {"num_key_value_heads": 9, "head_dim": 64}
 def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(key: str, value: Any) -> None:
     shown = repr(None if value is ... else value)
 
-    assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected a whole number from 1, got {shown}"
+    assert (
+        refusal(SMOLLM2, **{key: value})
+        == f"config.json: {key}: expected a whole number from 1, got {shown}"
+    )
 
 
 MOST = {
@@ -107,7 +146,10 @@ def test_sizes_at_those_bounds_are_read() -> None:
 @pytest.mark.parametrize("key", OPTIONAL)
 @pytest.mark.parametrize("value", ["8", -1, 0, 8.0, True])
 def test_an_optional_size_of_a_wrong_kind_is_refused_by_name(key: str, value: Any) -> None:
-    assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected a whole number from 1, got {value!r}"
+    assert (
+        refusal(SMOLLM2, **{key: value})
+        == f"config.json: {key}: expected a whole number from 1, got {value!r}"
+    )
 
 
 @pytest.mark.parametrize("value", [..., None])
@@ -125,7 +167,9 @@ def test_an_absent_head_dim_is_hidden_size_over_heads(value: Any) -> None:
 
 
 def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
-    found = read(SMOLLM2, hidden_size=1792, num_attention_heads=24, num_key_value_heads=8, head_dim=128)
+    found = read(
+        SMOLLM2, hidden_size=1792, num_attention_heads=24, num_key_value_heads=8, head_dim=128
+    )
 
     assert (found.head_dim, found.hidden_size) == (128, 1792)
 
@@ -136,11 +180,16 @@ def test_a_head_dim_that_cannot_be_worked_out_is_refused() -> None:
 
 
 def test_an_odd_head_dim_is_refused() -> None:
-    assert refusal(SMOLLM2, head_dim=7) == "config.json: head_dim: expected an even number (RoPE turns pairs), got 7"
+    assert (
+        refusal(SMOLLM2, head_dim=7)
+        == "config.json: head_dim: expected an even number (RoPE turns pairs), got 7"
+    )
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads() -> None:
-    expected = "config.json: num_key_value_heads: expected a divisor of num_attention_heads 9, got 4"
+    expected = (
+        "config.json: num_key_value_heads: expected a divisor of num_attention_heads 9, got 4"
+    )
     assert refusal(SMOLLM2, num_key_value_heads=4) == expected
 
 
@@ -152,7 +201,10 @@ def test_an_absent_eps_is_that_of_transformers_and_that_is_said(value: Any) -> N
 
 @pytest.mark.parametrize("value", ["8", -1, 0, True, float("nan"), float("inf"), 10**310])
 def test_a_wrong_eps_is_refused_by_name(value: Any) -> None:
-    assert refusal(SMOLLM2, rms_norm_eps=value) == f"config.json: rms_norm_eps: expected a number above 0, got {repr(value)[:120]}"
+    assert (
+        refusal(SMOLLM2, rms_norm_eps=value)
+        == f"config.json: rms_norm_eps: expected a number above 0, got {repr(value)[:120]}"
+    )
 
 
 @pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
@@ -161,7 +213,10 @@ def test_flags_are_false_when_absent_and_refused_when_no_flag(key: str) -> None:
         assert getattr(read(SMOLLM2, **{key: absent}), key) is False
     assert getattr(read(SMOLLM2, **{key: True}), key) is True
     for value in ("8", -1, 0, 1):
-        assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected true or false, got {value!r}"
+        assert (
+            refusal(SMOLLM2, **{key: value})
+            == f"config.json: {key}: expected true or false, got {value!r}"
+        )
 
 
 @pytest.mark.parametrize("value", [..., None, "mistral", "qwen2", 8])
@@ -175,7 +230,10 @@ def test_another_architecture_is_refused(value: Any) -> None:
 def test_another_activation_is_refused() -> None:
     assert read(SMOLLM2, hidden_act=...) == read(SMOLLM2)
     for value in ("gelu", "8", -1, 0):
-        assert refusal(SMOLLM2, hidden_act=value) == f"config.json: hidden_act: expected 'silu', got {value!r}"
+        assert (
+            refusal(SMOLLM2, hidden_act=value)
+            == f"config.json: hidden_act: expected 'silu', got {value!r}"
+        )
 
 
 # Keys that the port does not use.
@@ -194,7 +252,9 @@ def test_no_key_is_ignored_but_those_listed_here_and_each_for_a_reason() -> None
     assert all(len(reason) > 10 for reason in IGNORED.values())
 
 
-@pytest.mark.parametrize("key", sorted(set(IGNORED_KEYS.split()) - {"sliding_window", "is_encoder_decoder"}))
+@pytest.mark.parametrize(
+    "key", sorted(set(IGNORED_KEYS.split()) - {"sliding_window", "is_encoder_decoder"})
+)
 def test_keys_of_no_effect_are_let_through_whatever_they_say(key: str) -> None:
     for value in VALUES:
         assert read(SMOLLM2, **{key: value}) == read(SMOLLM2)
@@ -217,15 +277,25 @@ def test_interleaved_rope_is_refused(key: str) -> None:
     for harmless in (False, None):
         assert read(SMOLLM2, **{key: harmless}) == read(SMOLLM2)
     for value in (True, 1, 0, 0.0, "8", []):
-        assert refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected False (another value changes the model), got {value!r}"
+        assert (
+            refusal(SMOLLM2, **{key: value})
+            == f"config.json: {key}: expected False (another value changes the model), got {value!r}"
+        )
 
 
 def test_a_partial_rotation_is_refused() -> None:
-    assert read(SMOLLM2, partial_rotary_factor=1.0) == read(SMOLLM2, partial_rotary_factor=1) == read(SMOLLM2)
+    assert (
+        read(SMOLLM2, partial_rotary_factor=1.0)
+        == read(SMOLLM2, partial_rotary_factor=1)
+        == read(SMOLLM2)
+    )
     for value in (0.5, True, [1.0]):
         expected = f"config.json: partial_rotary_factor: expected 1.0 (another value changes the model), got {value!r}"
         assert refusal(SMOLLM2, partial_rotary_factor=value) == expected
-        assert refusal(SMOLLM2, rope_scaling={"type": "default", "partial_rotary_factor": value}) == expected
+        assert (
+            refusal(SMOLLM2, rope_scaling={"type": "default", "partial_rotary_factor": value})
+            == expected
+        )
 
 
 def test_an_encoder_decoder_is_refused() -> None:
@@ -235,7 +305,9 @@ def test_an_encoder_decoder_is_refused() -> None:
 
 def test_a_sliding_window_is_ignored_as_in_transformers_and_that_is_said() -> None:
     assert read(SMOLLM2, sliding_window=8) == read(SMOLLM2)
-    assert read(SMOLLM2, sliding_window=8).notes == ("sliding_window 8 ignored: Llama has none, in transformers too",)
+    assert read(SMOLLM2, sliding_window=8).notes == (
+        "sliding_window 8 ignored: Llama has none, in transformers too",
+    )
     assert read(SMOLLM2, sliding_window=None).notes == ()
 
 
@@ -251,7 +323,10 @@ def test_no_key_that_the_model_depends_on_can_be_taken_out(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LlamaConfig.from_json(SMOLLM2, without=("auto_map", key))
 
-    assert str(caught.value) == f"config.json: {key}: expected it to be read, got --ignore-key {key}; the model depends on it"
+    assert (
+        str(caught.value)
+        == f"config.json: {key}: expected it to be read, got --ignore-key {key}; the model depends on it"
+    )
 
 
 # Whatever a file may say.
@@ -262,8 +337,24 @@ ODD = st.recursive(
     | st.integers(-(10**400), 10**400)
     | st.sampled_from([0, 1, 2, 10**9, 2**31, 1e308, 5e-324])
     | st.floats()
-    | st.sampled_from(["", "8", "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "x" * 300]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*ROPE_KEYS, "x"]), inner, max_size=4),
+    | st.sampled_from(
+        [
+            "",
+            "8",
+            "default",
+            "linear",
+            "dynamic",
+            "yarn",
+            "llama3",
+            "longrope",
+            "proportional",
+            "x" * 300,
+        ]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*ROPE_KEYS, "x"]), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 
@@ -273,7 +364,9 @@ ODD = st.recursive(
     base=st.sampled_from([SMOLLM2, LLAMA32_1B, RESAVED, LLAMA2_7B, YARN]),
     changes=st.dictionaries(st.sampled_from([*USED, "x"]), ODD, max_size=3),
 )
-def test_any_values_make_a_config_or_one_short_line(base: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_any_values_make_a_config_or_one_short_line(
+    base: dict[str, Any], changes: dict[str, Any]
+) -> None:
     found = read_or_refused(base | changes)
 
     if isinstance(found, str):
@@ -306,11 +399,16 @@ def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> Non
         (b"[]", "expected a JSON object, got list"),
         (b"8", "expected a JSON object, got int"),
         (b"null", "expected a JSON object, got NoneType"),
-        (b"{", "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (
+            b"{",
+            "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        ),
         (b"", "not JSON (Expecting value: line 1 column 1 (char 0))"),
     ],
 )
-def test_a_file_that_is_no_json_object_is_refused_by_its_path(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_json_object_is_refused_by_its_path(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
 
@@ -335,7 +433,10 @@ def test_a_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         LlamaConfig.from_file(path)
 
-    assert str(caught.value) == f"{path}: cannot be read (No such file or directory); a model folder holds a config.json"
+    assert (
+        str(caught.value)
+        == f"{path}: cannot be read (No such file or directory); a model folder holds a config.json"
+    )
 
 
 def test_a_refusal_names_the_file_and_stays_one_short_line() -> None:
@@ -351,5 +452,10 @@ def test_a_refusal_names_the_file_and_stays_one_short_line() -> None:
 def test_every_layout_of_the_tiny_models_is_read(layout: str) -> None:
     found = LlamaConfig.from_json(models.config(layout))
 
-    assert (found.num_key_value_heads, found.head_dim) == {"mha": (4, 8), "gqa": (2, 8), "mqa": (1, 12), "llama3": (2, 8)}[layout]
+    assert (found.num_key_value_heads, found.head_dim) == {
+        "mha": (4, 8),
+        "gqa": (2, 8),
+        "mqa": (1, 12),
+        "llama3": (2, 8),
+    }[layout]
     assert found.notes == ()

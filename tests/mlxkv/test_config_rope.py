@@ -9,7 +9,7 @@ from configs import LLAMA3_ROPE, LLAMA32_1B, SMOLLM2, read, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxkv.port.config import Rope
+from mlxkv.port.config.llama import Rope
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rope_parameters"])
@@ -18,7 +18,10 @@ def test_a_wrong_theta_is_refused_by_name_wherever_it_stands(key: str, value: An
     config = SMOLLM2 | {"rope_theta": ...}
     given = value if key == "rope_theta" else {"rope_theta": value, "rope_type": "default"}
 
-    assert refusal(config, **{key: given}) == f"config.json: rope_theta: expected a number above 1, got {value!r}"
+    assert (
+        refusal(config, **{key: given})
+        == f"config.json: rope_theta: expected a number above 1, got {value!r}"
+    )
 
 
 @pytest.mark.parametrize("value", [..., None])
@@ -70,7 +73,10 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_theta": 10000.0}}, "rope_theta: expected one value, got 100000 and 10000.0 in different places"),
+        (
+            {"rope_parameters": {"rope_theta": 10000.0}},
+            "rope_theta: expected one value, got 100000 and 10000.0 in different places",
+        ),
         (
             {"rope_scaling": {"type": "llama3", "rope_type": "default"}},
             "rope_type: expected one value, got 'default' and 'llama3' in different places",
@@ -83,16 +89,32 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
             {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 8.0}},
             "factor: expected one value, got 32.0 and 8.0 in different places",
         ),
-        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling: expected a rope_type beside factor, got {'factor': 4.0}"),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, f"rope_type: expected one of {TYPES}, got 'proportional'"),
-        ({"rope_scaling": {"type": "foo"}}, f"rope_type: expected one of {TYPES}, got 'foo'"),
-        ({"rope_scaling": {"type": ["linear"], "factor": 4.0}}, f"rope_type: expected one of {TYPES}, got ['linear']"),
         (
-            {"rope_theta": ..., "rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+            {"rope_scaling": {"factor": 4.0}},
+            "rope_scaling: expected a rope_type beside factor, got {'factor': 4.0}",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            f"rope_type: expected one of {TYPES}, got 'proportional'",
+        ),
+        ({"rope_scaling": {"type": "foo"}}, f"rope_type: expected one of {TYPES}, got 'foo'"),
+        (
+            {"rope_scaling": {"type": ["linear"], "factor": 4.0}},
+            f"rope_type: expected one of {TYPES}, got ['linear']",
+        ),
+        (
+            {
+                "rope_theta": ...,
+                "rope_scaling": LLAMA3,
+                "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
+            },
             "rope_theta: expected it beside rope_scaling, got 500000.0 in rope_parameters alone",
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"type": "yarn", "factor": 4.0, "beta_fast": 16}},
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "rope_parameters": {"type": "yarn", "factor": 4.0, "beta_fast": 16},
+            },
             "beta_fast: expected it in both rope_scaling and rope_parameters, got None and 16",
         ),
         (
@@ -100,26 +122,40 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
             "original_max_position_embeddings: expected one value, got 4096 and 8192 in different places",
         ),
         (
-            {"rope_scaling": {"type": "linear", "factor": 1}, "rope_parameters": {"type": "linear", "factor": True}},
+            {
+                "rope_scaling": {"type": "linear", "factor": 1},
+                "rope_parameters": {"type": "linear", "factor": True},
+            },
             "factor: expected one value, got 1 and True in different places",
         ),
         (
             {"original_max_position_embeddings": 4096},
             "original_max_position_embeddings: expected no such key for rope_type default, got 4096",
         ),
-        ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor: expected no such key for rope_type default, got 4.0"),
-        ({"rope_scaling": LLAMA3 | {"attention_factor": 1.1}}, "attention_factor: expected no such key for rope_type llama3, got 1.1"),
+        (
+            {"rope_scaling": {"rope_type": "default", "factor": 4.0}},
+            "factor: expected no such key for rope_type default, got 4.0",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"attention_factor": 1.1}},
+            "attention_factor: expected no such key for rope_type llama3, got 1.1",
+        ),
         ({"rope_scaling": "llama3"}, "rope_scaling: expected a JSON object or null, got 'llama3'"),
         ({"rope_parameters": [8]}, "rope_parameters: expected a JSON object or null, got [8]"),
         ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor: expected a number from 1, got 0.5"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor: expected a number below high_freq_factor 4.0, got 4.0"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor: expected a number below high_freq_factor 4.0, got 4.0",
+        ),
         (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192.5}},
             "original_max_position_embeddings: expected a whole number from 1, got 8192.5",
         ),
     ],
 )
-def test_rope_that_contradicts_itself_or_is_unknown_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_rope_that_contradicts_itself_or_is_unknown_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     assert refusal(SMOLLM2, **changes) == f"config.json: {message}"
 
 
@@ -129,27 +165,53 @@ def test_every_number_of_llama3_must_be_there_and_positive(key: str, value: Any)
     scaling = {k: v for k, v in (LLAMA3 | {key: value}).items() if v is not ...}
     shown = repr(None if value is ... else value)
 
-    kinds = {"factor": "a number from 1", "original_max_position_embeddings": "a whole number from 1"}
-    assert refusal(LLAMA32_1B, rope_scaling=scaling) == f"config.json: {key}: expected {kinds.get(key, 'a number above 0')}, got {shown}"
+    kinds = {
+        "factor": "a number from 1",
+        "original_max_position_embeddings": "a whole number from 1",
+    }
+    assert (
+        refusal(LLAMA32_1B, rope_scaling=scaling)
+        == f"config.json: {key}: expected {kinds.get(key, 'a number above 0')}, got {shown}"
+    )
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
 def test_linear_and_dynamic_have_a_factor_and_nothing_else(rope_type: str) -> None:
     expected = Rope(100000.0, rope_type, 4.0)
-    old, new = {"type": rope_type, "factor": 4}, {"rope_type": rope_type, "factor": 4.0, "rope_theta": 100000}
+    old, new = (
+        {"type": rope_type, "factor": 4},
+        {"rope_type": rope_type, "factor": 4.0, "rope_theta": 100000},
+    )
 
     assert read(SMOLLM2, rope_scaling=old).rope == expected
     assert read(SMOLLM2, rope_theta=..., rope_parameters=new).rope == expected
     assert read(SMOLLM2, rope_scaling=old, rope_parameters=new).rope == expected
-    assert refusal(SMOLLM2, rope_scaling={"type": rope_type}) == "config.json: factor: expected a number from 1, got None"
+    assert (
+        refusal(SMOLLM2, rope_scaling={"type": rope_type})
+        == "config.json: factor: expected a number from 1, got None"
+    )
     for key in ("original_max_position_embeddings", "beta_fast", "x"):
         refused = refusal(SMOLLM2, rope_scaling=old | {key: 4096})
-        assert refused == f"config.json: {key}: expected no such key for rope_type {rope_type}, got 4096"
-        assert read(SMOLLM2, rope_scaling=old | {key: None}).rope == read(SMOLLM2, rope_scaling=old | {key: False}).rope == expected
+        assert (
+            refused
+            == f"config.json: {key}: expected no such key for rope_type {rope_type}, got 4096"
+        )
+        assert (
+            read(SMOLLM2, rope_scaling=old | {key: None}).rope
+            == read(SMOLLM2, rope_scaling=old | {key: False}).rope
+            == expected
+        )
 
 
 Y: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-EVERY = {"attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+EVERY = {
+    "attention_factor": 1.3,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.3,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "truncate": False,
+}
 
 
 def test_yarn_with_everything_said_and_with_nothing_said() -> None:
@@ -157,16 +219,28 @@ def test_yarn_with_everything_said_and_with_nothing_said() -> None:
     least = read(SMOLLM2, rope_scaling=Y)
     filled = dict(least.defaults)
 
-    assert every.rope == Rope(100000.0, "yarn", 4.0, 1.0, 1.0, 2048, 1.3, 0.7, 0.3, 16.0, 2.0, False)
-    assert least.rope == Rope(100000.0, "yarn", 4.0, 1.0, 1.0, 8192, None, None, None, 32.0, 1.0, True)
-    assert [filled[k] for k in ("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")] == [8192, 32.0, 1.0, True]
+    assert every.rope == Rope(
+        100000.0, "yarn", 4.0, 1.0, 1.0, 2048, 1.3, 0.7, 0.3, 16.0, 2.0, False
+    )
+    assert least.rope == Rope(
+        100000.0, "yarn", 4.0, 1.0, 1.0, 8192, None, None, None, 32.0, 1.0, True
+    )
+    assert [
+        filled[k]
+        for k in ("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+    ] == [8192, 32.0, 1.0, True]
 
 
 def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
     inside = read(SMOLLM2, rope_scaling=Y | {"original_max_position_embeddings": 2048})
 
     assert read(SMOLLM2, rope_scaling=Y, original_max_position_embeddings=2048) == inside
-    assert read(SMOLLM2, rope_parameters=Y | {"rope_theta": 1e5}, original_max_position_embeddings=2048) == inside
+    assert (
+        read(
+            SMOLLM2, rope_parameters=Y | {"rope_theta": 1e5}, original_max_position_embeddings=2048
+        )
+        == inside
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +264,10 @@ def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
     ],
 )
 def test_a_wrong_value_of_yarn_is_refused_by_name(key: str, value: Any, expected: str) -> None:
-    assert refusal(SMOLLM2, rope_scaling=Y | {key: value}) == f"config.json: {key}: expected {expected}, got {value!r}"
+    assert (
+        refusal(SMOLLM2, rope_scaling=Y | {key: value})
+        == f"config.json: {key}: expected {expected}, got {value!r}"
+    )
 
 
 SHORT, LONG = [1.0 + i / 64 for i in range(32)], [2.0 + i for i in range(32)]
@@ -199,7 +276,11 @@ L: dict[str, Any] = {"type": "longrope", "short_factor": SHORT, "long_factor": L
 
 def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
     found = read(SMOLLM2, rope_scaling=L | {"original_max_position_embeddings": 2048})
-    given = read(SMOLLM2, rope_scaling=L | {"original_max_position_embeddings": 2048, "factor": 8, "attention_factor": 1.5})
+    given = read(
+        SMOLLM2,
+        rope_scaling=L
+        | {"original_max_position_embeddings": 2048, "factor": 8, "attention_factor": 1.5},
+    )
 
     lists = {"short_factor": tuple(SHORT), "long_factor": tuple(LONG)}
     assert found.rope == Rope(100000.0, "longrope", 4.0, 1.0, 1.0, 2048, None, **lists)
@@ -210,9 +291,18 @@ def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"long_factor": LONG[1:]}, "long_factor: expected a list of 32 numbers, head_dim / 2, got 31 of them"),
-        ({"short_factor": None}, "short_factor: expected a list of 32 numbers, head_dim / 2, got None"),
-        ({"short_factor": [*SHORT[1:], "1"]}, "short_factor: expected a number above 1e-06, got '1'"),
+        (
+            {"long_factor": LONG[1:]},
+            "long_factor: expected a list of 32 numbers, head_dim / 2, got 31 of them",
+        ),
+        (
+            {"short_factor": None},
+            "short_factor: expected a list of 32 numbers, head_dim / 2, got None",
+        ),
+        (
+            {"short_factor": [*SHORT[1:], "1"]},
+            "short_factor: expected a number above 1e-06, got '1'",
+        ),
         ({"long_factor": [*LONG[1:], 0]}, "long_factor: expected a number above 1e-06, got 0"),
         (
             {"original_max_position_embeddings": 1},
@@ -220,7 +310,9 @@ def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
         ),
     ],
 )
-def test_a_wrong_value_of_longrope_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_of_longrope_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     assert refusal(SMOLLM2, rope_scaling=L | changes) == f"config.json: {message}"
 
 
@@ -237,13 +329,24 @@ WHOLE: dict[str, dict[str, Any]] = {
     twice=st.booleans(),
     data=st.data(),
 )
-def test_two_generations_are_read_only_where_they_say_the_same(kind: str, names: list[str], twice: bool, data: st.DataObject) -> None:
+def test_two_generations_are_read_only_where_they_say_the_same(
+    kind: str, names: list[str], twice: bool, data: st.DataObject
+) -> None:
     one = WHOLE[kind] | dict.fromkeys(names, kind)
     new = one | {"rope_theta": 1e5}
-    assert read(SMOLLM2, rope_scaling=one if twice else None, rope_parameters=new).rope == read(SMOLLM2, rope_scaling=one).rope
+    assert (
+        read(SMOLLM2, rope_scaling=one if twice else None, rope_parameters=new).rope
+        == read(SMOLLM2, rope_scaling=one).rope
+    )
 
     key = data.draw(st.sampled_from(sorted(new)))
-    other = not new[key] if isinstance(new[key], bool) else "default" if isinstance(new[key], str) else new[key] * 2
+    other = (
+        not new[key]
+        if isinstance(new[key], bool)
+        else "default"
+        if isinstance(new[key], str)
+        else new[key] * 2
+    )
 
     message = refusal(SMOLLM2, rope_scaling=one, rope_parameters=new | {key: other})
     named = "rope_type" if key == "type" else key

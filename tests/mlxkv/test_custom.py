@@ -14,8 +14,9 @@ import numpy as np
 import own_llama
 import pytest
 
-from mlxkv.engines import custom
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
+from mlxkv.engines import own as custom
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 
 OWN = Path(own_llama.__file__)
 SEQUENCE = models.SEQUENCE
@@ -23,7 +24,9 @@ SEQUENCE = models.SEQUENCE
 
 def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str], line: str) -> None:
@@ -47,14 +50,22 @@ def written(folder: Path, *changes: tuple[str, str], name: str = "mine.py") -> P
 # In processes of their own, as a person runs it.
 
 
-def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(answer: Path, tmp_path: Path) -> None:
+def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(
+    answer: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     done = compare("--engine", f"{OWN}:load", "--oracle", answer, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"own_llama.py:load: agree (logits, cache)    report: {out / 'compare.md'}"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"own_llama.py:load: agree (logits, cache)    report: {out / 'compare.md'}"
+    )
     assert "  own_llama.py:load, mlx 0." in done.stdout.splitlines()[0]
     verdict = json.loads((out / "compare.json").read_text())
-    assert (verdict["subject"]["engine"], verdict["plans"]) == ("own_llama.py:load", ["full", "step", "prefixes", "chunked"])
+    assert (verdict["subject"]["engine"], verdict["plans"]) == (
+        "own_llama.py:load",
+        ["full", "step", "prefixes", "chunked"],
+    )
     assert [g["name"] for g in verdict["gates"] if not g["ran"]] == ["algebra (float64)"]
     assert sorted(verdict["environment"]) == ["oracle", "own_llama.py:load"]
     assert len(verdict["environment"]["own_llama.py:load"]["sha256 of own_llama.py"]) == 64
@@ -70,13 +81,22 @@ def test_a_wrong_one_differs_and_the_usual_suspect_is_named(answer: Path, tmp_pa
     assert "\nmine.py:load: differ (logits, cache): sigma" in done.stdout
 
 
-def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(answer: Path, tmp_path: Path) -> None:
-    mine = written(tmp_path, ("    @property\n    def state(self):\n        return self.keys, self.values\n", ""))
-    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json")
+def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(
+    answer: Path, tmp_path: Path
+) -> None:
+    mine = written(
+        tmp_path,
+        ("    @property\n    def state(self):\n        return self.keys, self.values\n", ""),
+    )
+    done = compare(
+        "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["scopes"] == ["logits"]
-    assert {g["reason"] for g in verdict["gates"] if g["name"].startswith(("keys", "values"))} == {"not run: no keys in trace"}
+    assert {g["reason"] for g in verdict["gates"] if g["name"].startswith(("keys", "values"))} == {
+        "not run: no keys in trace"
+    }
     assert [g["ran"] for g in verdict["gates"] if g["name"] == "cached against uncached"] == [True]
 
 
@@ -89,14 +109,21 @@ def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_p
          "            self.keys, self.values = keys, values\n        self.offset += 1\n\n    def trim"),
         ("return self.keys, self.values\n\n", "raise AttributeError\n\n"),
     )  # fmt: skip
-    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json")
+    done = compare(
+        "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
-    assert [g["plan"] for g in verdict["gates"] if g["name"] == "sigma" and g["failed"]] == ["step", "chunked"]
+    assert [g["plan"] for g in verdict["gates"] if g["name"] == "sigma" and g["failed"]] == [
+        "step",
+        "chunked",
+    ]
 
 
 def test_nan_differs(answer: Path, tmp_path: Path) -> None:
-    mine = written(tmp_path, ('return self.linear("lm_head"', 'return mx.nan * self.linear("lm_head"'))
+    mine = written(
+        tmp_path, ('return self.linear("lm_head"', 'return mx.nan * self.linear("lm_head"')
+    )
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nmine.py:load: differ (logits, cache): finite, sigma" in done.stdout
@@ -120,7 +147,9 @@ SHAPE = "expected [1, 24, 40] of floats: batch, tokens, vocabulary"
 
 def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
     source = custom.find(f"{file}:load")
-    return custom.Runner(custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40).run()
+    return custom.Runner(
+        custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40
+    ).run()
 
 
 @pytest.mark.parametrize(
@@ -149,10 +178,19 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_the_file_is_one_line(
-    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, line: str | None
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    line: str | None,
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    mine, folder, plan = written(tmp_path, (old, new)), folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"]
+    mine, folder, plan = (
+        written(tmp_path, (old, new)),
+        folder_of("gqa"),
+        judged_plans(SEQUENCE, prompt=5)["full"],
+    )
     if line is None:  # nothing is shown, which is no fault
         assert sorted(run(mine, folder, plan).arrays()) == ["logits", "positions", "steps"]
         return
@@ -165,13 +203,24 @@ def test_an_error_within_what_the_file_calls_is_shown_where_the_file_called_it(
     folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    mine = written(tmp_path, ("import json\n", "import json\nfrom beside_mine import config_of\n"), ("json.loads(", "config_of("))
-    (tmp_path / "beside_mine.py").write_text("import json\n\n\ndef config_of(text):\n    return json.loads(text[1:])\n")
-    with pytest.raises(Refusal, match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:65 in load\); run it by itself"):
+    mine = written(
+        tmp_path,
+        ("import json\n", "import json\nfrom beside_mine import config_of\n"),
+        ("json.loads(", "config_of("),
+    )
+    (tmp_path / "beside_mine.py").write_text(
+        "import json\n\n\ndef config_of(text):\n    return json.loads(text[1:])\n"
+    )
+    with pytest.raises(
+        Refusal,
+        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:65 in load\); run it by itself",
+    ):
         run(mine, folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"])
 
 
-def test_what_the_convention_cannot_express_is_its_steps_error(folder_of: Callable[[str], Path]) -> None:
+def test_what_the_convention_cannot_express_is_its_steps_error(
+    folder_of: Callable[[str], Path],
+) -> None:
     tokens = (3, 7, 11, 2, 19)
     plan = Plan(
         "misuse",
@@ -195,7 +244,9 @@ def test_what_the_convention_cannot_express_is_its_steps_error(folder_of: Callab
         ),
     )
     found = run(OWN, folder_of("gqa"), plan)
-    errors = {i: outcome.error for i, outcome in enumerate(found.outcomes) if outcome.error is not None}
+    errors = {
+        i: outcome.error for i, outcome in enumerate(found.outcomes) if outcome.error is not None
+    }
     assert errors == {
         5: "cannot be expressed: index_pos 0 with 7 tokens cached, as the cache has the position",
         6: "crop: length is 9, expected at most the 7 tokens cached",
@@ -206,23 +257,50 @@ def test_what_the_convention_cannot_express_is_its_steps_error(folder_of: Callab
     assert np.array_equal(rows[1], rows[10])
     assert np.array_equal(rows[12], rows[13])
     assert arrays["kv/b/000/keys"].shape == (2, 6, 8)
-    assert sorted({name.split("/")[1] for name in arrays if name.startswith("kv/")}) == ["a", "b", "g"]
+    assert sorted({name.split("/")[1] for name in arrays if name.startswith("kv/")}) == [
+        "a",
+        "b",
+        "g",
+    ]
 
 
-@pytest.mark.parametrize("engine", ["mlx_lm", "mine.py", "mine.py:", "mine.txt:load", "mine.py:a b"])
+@pytest.mark.parametrize(
+    "engine", ["mlx_lm", "mine.py", "mine.py:", "mine.txt:load", "mine.py:a b"]
+)
 def test_an_engine_that_names_no_function_in_a_file_is_refused(engine: str) -> None:
-    with pytest.raises(Refusal, match=r"expected port or mlx-lm, or FILE\.py:FUNCTION for a model of your own"):
+    with pytest.raises(
+        Refusal, match=r"expected port or mlx-lm, or FILE\.py:FUNCTION for a model of your own"
+    ):
         custom.find(engine)
 
 
-def test_a_file_that_is_not_there_is_refused_before_the_oracle_is_asked(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused_before_the_oracle_is_asked(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = compare(folder_of("gqa"), "--tokens", "1,2", "--engine", "gone.py:load", "--out", tmp_path / "out", **env)
-    refused(done, "--engine: gone.py: no such file, expected the Python file that holds load; check the path")
+    done = compare(
+        folder_of("gqa"),
+        "--tokens",
+        "1,2",
+        "--engine",
+        "gone.py:load",
+        "--out",
+        tmp_path / "out",
+        **env,
+    )
+    refused(
+        done,
+        "--engine: gone.py: no such file, expected the Python file that holds load; check the path",
+    )
     assert not (tmp_path / "cache" / "oracle").exists()
 
 
-def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(answer: Path, tmp_path: Path) -> None:
+def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(
+    answer: Path, tmp_path: Path
+) -> None:
     mine = written(tmp_path, (HEAD, "print('chatter')\n        return x.nothing"))
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
-    refused(done, at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "61 in __call__"))
+    refused(
+        done,
+        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "61 in __call__"),
+    )

@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mlxkv import selftesting
-from mlxkv.engines.faults import FAULTS
-from mlxkv.judge.trial import RIGHTS
-from oracle.checkpoint import Checkpoint
+from mlxkv.commands.selftest import run as selftesting
+from mlxkv.commands.selftest.faults import FAULTS
+from mlxkv.commands.selftest.trial import RIGHTS
+from oracle.model.checkpoint import Checkpoint
 
 
 def compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_the_default_model_agrees(default_oracle: Path, tmp_path: Path) -> None:
@@ -26,11 +30,18 @@ def test_the_default_model_agrees(default_oracle: Path, tmp_path: Path) -> None:
     assert [g["name"] for g in verdict["gates"] if not g["ran"] or g["failed"]] == []
     assert max(g["value"] for g in verdict["gates"] if g["name"] == "sigma") < 3
     assert max(g["value"] for g in verdict["gates"] if g["name"] == "algebra (float64)") < 1e-12
-    assert {(p["top1_equal"], p["rows"]) for table in verdict["tables"].values() for p in table} == {(20, 20)}
+    assert {
+        (p["top1_equal"], p["rows"]) for table in verdict["tables"].values() for p in table
+    } == {(20, 20)}
     assert f"{verdict['tables']['cached'][0]['max_abs_ref']:.3f}" == "38.246"
 
 
-FOUR = ["attention scale times 1.001", "one stale key row, middle layer", "a chunk's positions +1", "eps times 1.1 in one norm"]
+FOUR = [
+    "attention scale times 1.001",
+    "one stale key row, middle layer",
+    "a chunk's positions +1",
+    "eps times 1.1 in one norm",
+]
 
 
 def test_four_faults_are_found_in_their_place_and_no_right_run_is_accused() -> None:
@@ -48,7 +59,9 @@ def test_a_slightly_wrong_config_differs_although_every_top_1_is_right(
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(default_checkpoint.folder / "model.safetensors")
     shutil.copy(default_checkpoint.folder / "tokenizer.json", folder)
-    (folder / "config.json").write_text(json.dumps(default_checkpoint.config | {"rope_theta": 100100.0}))
+    (folder / "config.json").write_text(
+        json.dumps(default_checkpoint.config | {"rope_theta": 100100.0})
+    )
     done = compare(folder, "--oracle", default_oracle, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = json.loads((tmp_path / "out" / "compare.json").read_text())

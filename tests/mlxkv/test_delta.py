@@ -11,31 +11,51 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import NOISE, PROMPT, VOCAB, Array, N, changed, make_candidates, make_case, meta, plans, rows
+from synthetic import (
+    NOISE,
+    PROMPT,
+    VOCAB,
+    Array,
+    N,
+    changed,
+    make_candidates,
+    make_case,
+    meta,
+    plans,
+    rows,
+)
 
 from mlxkv.judge import measure as measuring
 from mlxkv.judge.case import Case, asked, by_plan, cache_reasons, case_reasons, door, read_case
 from mlxkv.judge.delta import figures, page_tables, pair, three_way
 from mlxkv.judge.floors import logit_floors
 from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, ulp
-from oracle import trace as trace_file
-from oracle.plan import Refusal
-from oracle.trace import Trace
+from oracle.formats import disk, run_folder
+from oracle.formats import trace as trace_file
+from oracle.formats.errors import Refusal
+from oracle.formats.trace import Trace
 
 CASE = make_case()
 STEP = make_candidates(CASE)["step"]
 ALL = list(range(N))
 
 
-def small(logits: list[list[float]], positions: list[int] | None = None, *, dtype: str = "float32") -> Trace:
+def small(
+    logits: list[list[float]], positions: list[int] | None = None, *, dtype: str = "float32"
+) -> Trace:
     """A trace of plan full with these logits."""
     stored = np.array(logits, np.float64 if dtype == "float64" else np.float32)
     at = np.arange(len(logits)) if positions is None else np.array(positions)
-    return Trace(meta(plans()["full"], dtype=dtype), {"logits": stored, "positions": at.astype(np.int32)})
+    return Trace(
+        meta(plans()["full"], dtype=dtype), {"logits": stored, "positions": at.astype(np.int32)}
+    )
 
 
 BAD: dict[str, tuple[Callable[[Trace], Trace], str]] = {
-    "a missing row": (lambda t: rows(t, [p for p in ALL if p != 9]), "no row for position 9, expected 20 rows"),
+    "a missing row": (
+        lambda t: rows(t, [p for p in ALL if p != 9]),
+        "no row for position 9, expected 20 rows",
+    ),
     "a row twice": (lambda t: rows(t, [*ALL, 7]), "more than one row for position 7, expected one"),
     "a row beyond the sequence": (
         lambda t: changed(t, "positions", lambda a: np.append(a[:3] + N, a[3:])),
@@ -45,11 +65,23 @@ BAD: dict[str, tuple[Callable[[Trace], Trace], str]] = {
         lambda t: replace(t, meta=replace(t.meta, fingerprint="0" * 64)),
         "weights fingerprint is 0000000000000000, expected ffff",
     ),
-    "another plan": (lambda t: replace(t, meta=replace(t.meta, plan=plans()["full"])), "plan digest is"),
-    "another dtype": (lambda t: replace(t, meta=replace(t.meta, dtype="float16")), "dtype is 'float16', expected 'float32'"),
-    "a vocabulary one short": (lambda t: changed(t, "logits", lambda a: a[:, :-1]), "logits have 63 columns, expected 64"),
+    "another plan": (
+        lambda t: replace(t, meta=replace(t.meta, plan=plans()["full"])),
+        "plan digest is",
+    ),
+    "another dtype": (
+        lambda t: replace(t, meta=replace(t.meta, dtype="float16")),
+        "dtype is 'float16', expected 'float32'",
+    ),
+    "a vocabulary one short": (
+        lambda t: changed(t, "logits", lambda a: a[:, :-1]),
+        "logits have 63 columns, expected 64",
+    ),
     "no rows": (lambda t: rows(t, []), "no row for position 4, 5, 6, 7, 8, 9 and 14 more"),
-    "fewer positions than rows": (lambda t: changed(t, "positions", lambda a: a[:-1]), "logits [24, 64] and positions [23] do not pair up"),
+    "fewer positions than rows": (
+        lambda t: changed(t, "positions", lambda a: a[:-1]),
+        "logits [24, 64] and positions [23] do not pair up",
+    ),
 }
 
 
@@ -63,7 +95,12 @@ def test_the_door_names_what_cannot_be_compared(fault: str) -> None:
 
 def test_the_door_lets_every_correct_run_in_and_one_that_does_not_declare_its_weights() -> None:
     undeclared = replace(STEP, meta=replace(STEP.meta, fingerprint=None))
-    assert [door(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()] == [[], [], [], []]
+    assert [door(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()] == [
+        [],
+        [],
+        [],
+        [],
+    ]
     assert door(undeclared, "step", CASE, dtype="float32") == []
 
 
@@ -71,26 +108,34 @@ def test_rows_of_the_last_tokens_are_enough_and_for_chunked_the_earlier_chunks_e
     chunked = make_candidates(CASE)["chunked"]
     assert door(rows(STEP, ALL[PROMPT - 1 :]), "step", CASE, dtype="float32") == []
     assert door(rows(chunked, [2, *ALL[PROMPT - 1 :]]), "chunked", CASE, dtype="float32") == []
-    assert "no row for position 2" in door(rows(chunked, ALL[PROMPT - 1 :]), "chunked", CASE, dtype="float32")[0]
+    assert (
+        "no row for position 2"
+        in door(rows(chunked, ALL[PROMPT - 1 :]), "chunked", CASE, dtype="float32")[0]
+    )
     assert asked(plans()["chunked"]) == {2, *range(4, 24)}
 
 
 def test_a_failed_step_is_named_beside_the_rows_that_it_cost() -> None:
     outcomes = [trace_file.Outcome(), trace_file.Outcome(error="out of memory")]
     failed = replace(rows(STEP, ALL[:9]), meta=replace(STEP.meta, outcomes=outcomes))
-    assert door(failed, "step", CASE, dtype="float32")[0].endswith("expected 20 rows; its step 1 failed: out of memory")
+    assert door(failed, "step", CASE, dtype="float32")[0].endswith(
+        "expected 20 rows; its step 1 failed: out of memory"
+    )
 
 
 def test_a_float64_run_stored_in_float32_is_refused() -> None:
     assert (
         "stored as float32, expected float64"
-        in door(replace(STEP, meta=replace(STEP.meta, dtype="float64")), "step", CASE, dtype="float64")[0]
+        in door(
+            replace(STEP, meta=replace(STEP.meta, dtype="float64")), "step", CASE, dtype="float64"
+        )[0]
     )
 
 
 def test_a_plan_that_is_not_judged_is_named() -> None:
     assert (
-        "plan 'greedy' is not judged here, expected one of chunked, full, prefixes, step" in door(STEP, "greedy", CASE, dtype="float32")[0]
+        "plan 'greedy' is not judged here, expected one of chunked, full, prefixes, step"
+        in door(STEP, "greedy", CASE, dtype="float32")[0]
     )
 
 
@@ -117,16 +162,26 @@ def test_keys_and_values_are_matched_both_ways() -> None:
     assert [r.split(": ", 1)[1] for r in cache_reasons(fewer, CASE.truth)] == [
         "no kv/a/001/keys, expected it as in truth trace of plan 'full'"
     ]
-    assert [r.split(": ")[0] for r in cache_reasons(more, CASE.truth)] == ["truth trace of plan 'full'"]
-    assert "kv/a/001/values has shape [2, 23, 8], expected [2, 24, 8]" in cache_reasons(short, CASE.truth)[0]
+    assert [r.split(": ")[0] for r in cache_reasons(more, CASE.truth)] == [
+        "truth trace of plan 'full'"
+    ]
+    assert (
+        "kv/a/001/values has shape [2, 23, 8], expected [2, 24, 8]"
+        in cache_reasons(short, CASE.truth)[0]
+    )
 
 
 BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
     "members without the held-out one": (
-        lambda c: replace(c, floors_meta=dict(c.floors_meta) | {"members": ["a", "b", "c", "d", "e"]}),
+        lambda c: replace(
+            c, floors_meta=dict(c.floors_meta) | {"members": ["a", "b", "c", "d", "e"]}
+        ),
         "members are a, b, c, d, e, expected sdpa-step and others",
     ),
-    "another floors format": (lambda c: replace(c, floors_meta={"format": "mlxkv-floors/0"}), "format is 'mlxkv-floors/0'"),
+    "another floors format": (
+        lambda c: replace(c, floors_meta={"format": "mlxkv-floors/0"}),
+        "format is 'mlxkv-floors/0'",
+    ),
     "floors of fewer positions": (
         lambda c: replace(c, floors=dict(c.floors) | {"peak": c.floors["peak"][:, 1:]}),
         "peak has shape [5, 23], expected [5, 24]",
@@ -139,17 +194,33 @@ BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
         lambda c: replace(c, floors={k: a for k, a in c.floors.items() if k != "keys"}),
         "keys has shape none, expected [5, 2, 2, 24]",
     ),
-    "no reference": (lambda c: replace(c, references={"full": c.references["full"]}), "no reference-step, expected one for each plan"),
+    "no reference": (
+        lambda c: replace(c, references={"full": c.references["full"]}),
+        "no reference-step, expected one for each plan",
+    ),
     "truth of other weights": (
-        lambda c: replace(c, truth=replace(c.truth, meta=replace(c.truth.meta, fingerprint="0" * 64))),
+        lambda c: replace(
+            c, truth=replace(c.truth, meta=replace(c.truth.meta, fingerprint="0" * 64))
+        ),
         "weights fingerprint is 0000000000000000",
     ),
-    "truth in another order": (lambda c: replace(c, truth=rows(c.truth, ALL[::-1])), "positions are not 0 to 23 in order"),
+    "truth in another order": (
+        lambda c: replace(c, truth=rows(c.truth, ALL[::-1])),
+        "positions are not 0 to 23 in order",
+    ),
     "truth of half a layer": (
-        lambda c: replace(c, truth=replace(c.truth, arrays={k: a for k, a in c.truth.arrays.items() if k != "kv/a/000/values"})),
+        lambda c: replace(
+            c,
+            truth=replace(
+                c.truth, arrays={k: a for k, a in c.truth.arrays.items() if k != "kv/a/000/values"}
+            ),
+        ),
         "keys and values are not those of 24 tokens in every layer",
     ),
-    "an unknown dtype": (lambda c: replace(c, manifest=replace(c.manifest, dtype="int8")), "dtype is 'int8', expected one of float32"),
+    "an unknown dtype": (
+        lambda c: replace(c, manifest=replace(c.manifest, dtype="int8")),
+        "dtype is 'int8', expected one of float32",
+    ),
 }
 
 
@@ -168,7 +239,10 @@ def test_rms_and_peak_are_about_the_shift_and_the_shift_is_the_mean() -> None:
     assert run.rms.tolist() == [1.0, np.sqrt(3.0)]
     assert run.peak.tolist() == [1.0, 3.0]
     assert run.best.tolist() == [1, 3]
-    assert measure(small([[0.0] * 4, [1.0, 2.0, 3.0, 4.0]]), truth, scale=3.0).rms.tolist() == [0.0, np.sqrt(5.0)]
+    assert measure(small([[0.0] * 4, [1.0, 2.0, 3.0, 4.0]]), truth, scale=3.0).rms.tolist() == [
+        0.0,
+        np.sqrt(5.0),
+    ]
 
 
 @given(order=st.permutations(ALL))
@@ -177,7 +251,9 @@ def test_the_order_of_rows_in_a_file_does_not_matter(order: list[int]) -> None:
     mixed, straight = measure(rows(STEP, order), CASE.truth), measure(STEP, CASE.truth)
     for name in ("positions", "rms", "shift", "peak", "best"):
         np.testing.assert_array_equal(getattr(mixed, name), getattr(straight, name))
-    assert pair(rows(STEP, order), CASE.references["full"], CASE.rows) == pair(STEP, CASE.references["full"], CASE.rows)
+    assert pair(rows(STEP, order), CASE.references["full"], CASE.rows) == pair(
+        STEP, CASE.references["full"], CASE.rows
+    )
     truth = truth_rows(CASE.truth)
     assert figures(rows(STEP, order), CASE.truth, truth, plan="step").rms == pytest.approx(
         figures(STEP, CASE.truth, truth, plan="step").rms
@@ -187,8 +263,12 @@ def test_the_order_of_rows_in_a_file_does_not_matter(order: list[int]) -> None:
 @given(shift=st.integers(-64, 64), row=st.integers(0, N - 1))
 @settings(max_examples=20, deadline=None)
 def test_a_common_shift_of_a_row_is_all_in_its_shift(shift: int, row: int) -> None:
-    exact = replace(CASE.truth, meta=STEP.meta)  # float64 logits, so that adding the shift rounds next to nothing
-    moved = measure(changed(exact, "logits", lambda a: a + shift * (np.arange(N) == row)[:, None]), CASE.truth)
+    exact = replace(
+        CASE.truth, meta=STEP.meta
+    )  # float64 logits, so that adding the shift rounds next to nothing
+    moved = measure(
+        changed(exact, "logits", lambda a: a + shift * (np.arange(N) == row)[:, None]), CASE.truth
+    )
     assert moved.shift[row] == pytest.approx(shift, abs=1e-12)
     assert moved.rms.max() < 1e-13
     assert moved.peak.max() < 1e-13
@@ -204,16 +284,22 @@ def test_a_number_that_is_not_finite_spoils_its_own_row_only(bad: float) -> None
     assert np.flatnonzero(~run.finite).tolist() == [7]
 
 
-def test_a_long_trace_is_measured_in_blocks_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_trace_is_measured_in_blocks_to_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole, table = measure(STEP, CASE.truth), pair(STEP, CASE.references["full"], CASE.rows)
     shown = figures(STEP, CASE.truth, truth_rows(CASE.truth), plan="step")
     monkeypatch.setattr(measuring, "_BLOCK", 5 * VOCAB)
     np.testing.assert_array_equal(measure(STEP, CASE.truth).rms, whole.rms)
-    np.testing.assert_array_equal(truth_rows(CASE.truth).margin, np.diff(np.sort(CASE.truth.logits)[:, -2:])[:, 0])
+    np.testing.assert_array_equal(
+        truth_rows(CASE.truth).margin, np.diff(np.sort(CASE.truth.logits)[:, -2:])[:, 0]
+    )
     again = pair(STEP, CASE.references["full"], CASE.rows)
     assert replace(again, rms=table.rms) == table
     assert again.rms == pytest.approx(table.rms, rel=1e-12)
-    assert figures(STEP, CASE.truth, truth_rows(CASE.truth), plan="step").kl == pytest.approx(shown.kl, rel=1e-9)
+    assert figures(STEP, CASE.truth, truth_rows(CASE.truth), plan="step").kl == pytest.approx(
+        shown.kl, rel=1e-9
+    )
 
 
 def test_cached_against_uncached_is_not_centred_and_over_common_positions() -> None:
@@ -245,7 +331,11 @@ def test_an_ulp_is_numpys_spacing(value: float) -> None:
 
 
 def test_the_ulps_of_38_in_the_three_dtypes() -> None:
-    assert [ulp(np.array([38.246]), dtype)[0] for dtype in ("float32", "float16", "bfloat16")] == [2.0**-18, 2.0**-5, 2.0**-2]
+    assert [ulp(np.array([38.246]), dtype)[0] for dtype in ("float32", "float16", "bfloat16")] == [
+        2.0**-18,
+        2.0**-5,
+        2.0**-2,
+    ]
     assert ulp(np.array([0.0]), "float32")[0] == np.spacing(np.float32(0))
 
 
@@ -259,19 +349,29 @@ def flat_floors(**spikes: tuple[int, int, float]) -> Case:
 
 def test_a_floor_looks_eight_positions_to_either_side() -> None:
     floors = logit_floors(
-        flat_floors(rms=(0, 10, 11.0), peak=(0, 10, 7.0), shift=(0, 10, -11.0), cached=(0, 10, 5.0)), truth_rows(CASE.truth)
+        flat_floors(
+            rms=(0, 10, 11.0), peak=(0, 10, 7.0), shift=(0, 10, -11.0), cached=(0, 10, 5.0)
+        ),
+        truth_rows(CASE.truth),
     )
     near = np.abs(np.arange(N) - 10) <= 8
     window = np.array([min(N - 1, p + 8) - max(0, p - 8) + 1 for p in range(N)])
     assert floors.peak.tolist() == np.where(near, 7.0, 1.0).tolist()
-    np.testing.assert_allclose(floors.shift, np.where(near, np.sqrt((5 * window + 120) / (5 * window)), 1.0))
-    np.testing.assert_allclose(floors.cached, np.where(near, np.sqrt((2 * window + 24) / (2 * window)), 1.0))
+    np.testing.assert_allclose(
+        floors.shift, np.where(near, np.sqrt((5 * window + 120) / (5 * window)), 1.0)
+    )
+    np.testing.assert_allclose(
+        floors.cached, np.where(near, np.sqrt((2 * window + 24) / (2 * window)), 1.0)
+    )
     own = np.where(np.arange(N) == 10, np.sqrt((4 + 121) / 5), 0.0)
     np.testing.assert_allclose(floors.rms, np.maximum(own, floors.shift))
 
 
 def test_a_held_out_member_leaves_the_floor() -> None:
-    case, truth = flat_floors(rms=(3, 10, 1e3), peak=(3, 10, 1e3), shift=(3, 10, 1e3)), truth_rows(CASE.truth)
+    case, truth = (
+        flat_floors(rms=(3, 10, 1e3), peak=(3, 10, 1e3), shift=(3, 10, 1e3)),
+        truth_rows(CASE.truth),
+    )
     out = logit_floors(case, truth, without="sdpa-step")
     assert [a.tolist() for a in (out.rms, out.peak, out.shift)] == [[1.0] * N] * 3
     assert logit_floors(case, truth).peak.max() == 1e3
@@ -288,7 +388,12 @@ def test_a_floor_is_at_least_an_ulp_of_the_largest_logit() -> None:
 def test_a_pair_has_the_pages_figures() -> None:
     a, b = small([[0.0, 0.0], [1.0, 2.0], [5.0, 4.0]]), small([[9.0, 0.0], [1.0, 2.5], [5.0, -8.0]])
     found = pair(a, b, [1, 2])
-    assert (found.max_abs, found.first_max, found.last_max, found.rms) == (12.0, 0.5, 12.0, np.sqrt(144.25 / 4))
+    assert (found.max_abs, found.first_max, found.last_max, found.rms) == (
+        12.0,
+        0.5,
+        12.0,
+        np.sqrt(144.25 / 4),
+    )
     assert (found.top1_equal, found.rows, found.max_abs_ref) == (2, 2, 8.0)
     assert (str(found.a), str(found.b)) == ("port full", "port full")
 
@@ -305,7 +410,11 @@ def test_a_pair_needs_every_position_on_both_sides() -> None:
 
 
 def test_nan_shows_in_a_pair() -> None:
-    found = pair(changed(STEP, "logits", lambda a: np.where(np.arange(N)[:, None] == 9, np.nan, a)), STEP, CASE.rows)
+    found = pair(
+        changed(STEP, "logits", lambda a: np.where(np.arange(N)[:, None] == 9, np.nan, a)),
+        STEP,
+        CASE.rows,
+    )
     assert np.isnan([found.max_abs, found.rms]).all()
     assert found.first_max == 0
 
@@ -314,7 +423,9 @@ def exact_kl(t: list[float], x: list[float]) -> float:
     """KL in nats, with 60 decimal digits."""
     getcontext().prec = 60
     p, q = ([Decimal(v).exp() for v in row] for row in (t, x))
-    return float(sum(u / sum(p) * ((u / sum(p)) / (w / sum(q))).ln() for u, w in zip(p, q, strict=True)))
+    return float(
+        sum(u / sum(p) * ((u / sum(p)) / (w / sum(q))).ln() for u, w in zip(p, q, strict=True))
+    )
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-2, 1.0, 30.0])
@@ -322,15 +433,25 @@ def test_kl_is_right_from_noise_to_nonsense(size: float) -> None:
     rng = np.random.default_rng(3)
     t = rng.standard_normal(16) * 4
     x = t + size * rng.standard_normal(16)
-    truth = Trace(meta(plans()["full"], dtype="float64"), {"logits": t[None], "positions": np.zeros(1, np.int32)})
+    truth = Trace(
+        meta(plans()["full"], dtype="float64"),
+        {"logits": t[None], "positions": np.zeros(1, np.int32)},
+    )
     run = replace(truth, arrays=dict(truth.arrays) | {"logits": x[None]})
-    assert figures(run, truth, truth_rows(truth), plan="full").kl == pytest.approx(exact_kl(t.tolist(), x.tolist()), rel=1e-6)
+    assert figures(run, truth, truth_rows(truth), plan="full").kl == pytest.approx(
+        exact_kl(t.tolist(), x.tolist()), rel=1e-6
+    )
 
 
 def test_the_figures_of_other_tools_by_hand() -> None:
-    truth = small([[6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]], dtype="float64")
+    truth = small(
+        [[6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]], dtype="float64"
+    )
     found = figures(
-        small([[6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], [6.0, 7.0, 4.0, 3.0, 1.0, 2.0, 0.0]]), truth, truth_rows(truth), plan="full"
+        small([[6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], [6.0, 7.0, 4.0, 3.0, 1.0, 2.0, 0.0]]),
+        truth,
+        truth_rows(truth),
+        plan="full",
     )
     assert (found.rows, found.top1_equal, found.top5_equal, found.max_abs) == (2, 1, 1, 2.0)
     assert found.rms == np.sqrt(6 / 14)
@@ -367,7 +488,12 @@ def test_the_pages_tables_hold_every_pair_there_is() -> None:
 
 
 def test_a_third_engine_stands_beside_ours_transformers_and_the_truth() -> None:
-    third = {"prefixes": replace(make_candidates(CASE, seed=5)["prefixes"], meta=meta(plans()["prefixes"], engine="candle"))}
+    third = {
+        "prefixes": replace(
+            make_candidates(CASE, seed=5)["prefixes"],
+            meta=meta(plans()["prefixes"], engine="candle"),
+        )
+    }
     found = three_way(CASE, make_candidates(CASE), third)
     assert [(str(p.a), str(p.b)) for p in found] == [
         ("candle nocache", "port nocache"),
@@ -388,8 +514,8 @@ def test_an_oracle_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
         for name, array in CASE.floors.items():
             out.arrays[name][...] = array
         out.finish(CASE.floors_meta)
-    digests = {path.name: trace_file.sha256(path) for path in tmp_path.iterdir()}
-    trace_file.write_manifest(tmp_path, replace(CASE.manifest, files=digests))
+    digests = {path.name: disk.sha256(path) for path in tmp_path.iterdir()}
+    run_folder.write_manifest(tmp_path, replace(CASE.manifest, files=digests))
     found = read_case(tmp_path)
     assert case_reasons(found) == []
     assert found.manifest.tokens == CASE.manifest.tokens

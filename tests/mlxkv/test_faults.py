@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxkv.engines.faults import FAULTS, Fault, Place, applies
+from mlxkv.commands.selftest.faults import FAULTS, Fault, Place, applies
 from mlxkv.engines.port import Runner
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
-from oracle.plan import judged_plans
+from oracle.formats.plan import judged_plans
 
 ModelOf = Callable[..., Llama]
 N, PROMPT, CUT = 20, 12, 6
@@ -39,13 +39,18 @@ def test_every_fault_has_a_layout_and_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("fault", "layout"), CASES)
-def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(fault: Fault, layout: str, model_of: ModelOf) -> None:
+def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(
+    fault: Fault, layout: str, model_of: ModelOf
+) -> None:
     model = model_of(layout, "float64" if "A" in fault.lanes else "float32")
     right = {plan: rows(model, plan) for plan in ("full", "step", "chunked")}
     with fault.plant(model, PLACE):
         wrong = {plan: rows(model, plan) for plan in right}
     limit = 1e-10 if "A" in fault.lanes else 1e-5
-    off = [np.abs(wrong[plan] - right[plan]).max(1) > limit * np.abs(right["full"]).max() for plan in right]
+    off = [
+        np.abs(wrong[plan] - right[plan]).max(1) > limit * np.abs(right["full"]).max()
+        for plan in right
+    ]
     assert min(int(np.argmax(o)) for o in off if o.any()) == (fault.in_logits or fault.first)(PLACE)
     for plan, before in right.items():
         assert np.array_equal(rows(model, plan), before)

@@ -19,11 +19,19 @@ from hypothesis import strategies as st
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.verdict import judge
-from oracle.trace import Array, Trace
+from oracle.formats.trace import Array, Trace
 
 CASES = 200 * int(os.environ.get("MLXKV_FUZZ", "1"))
-fuzz = settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-ODD = st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers() | st.text(max_size=5), max_size=6) | st.floats()
+fuzz = settings(
+    max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+ODD = (
+    st.none()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.lists(st.integers() | st.text(max_size=5), max_size=6)
+    | st.floats()
+)
 
 
 @functools.cache
@@ -32,7 +40,9 @@ def sound() -> tuple[Case, dict[str, Trace], dict[str, Trace]]:
     return case, synthetic.make_candidates(case), synthetic.make_algebra(case)
 
 
-def damaged(data: st.DataObject, arrays: Mapping[str, Array], *, moved: bool = True) -> dict[str, Array]:
+def damaged(
+    data: st.DataObject, arrays: Mapping[str, Array], *, moved: bool = True
+) -> dict[str, Array]:
     """One array cut, emptied, moved, of more axes, or with a number that is none; of what a reader lets in, also gone."""
     name = data.draw(st.sampled_from(sorted(arrays)))
     array = np.array(arrays[name])
@@ -46,7 +56,9 @@ def damaged(data: st.DataObject, arrays: Mapping[str, Array], *, moved: bool = T
         case 3 if name not in ("logits", "positions"):
             array = array[..., None]
         case 4 if array.dtype.kind == "f":
-            array.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+            array.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(
+                st.sampled_from([np.nan, np.inf, -np.inf])
+            )
         case _:
             array = array + 1 if moved else array[:0]
     return {**arrays, name: array}
@@ -81,13 +93,17 @@ def test_a_damaged_oracle_folder_never_agrees(data: st.DataObject) -> None:
     if what == "truth":
         case = replace(case, truth=replace(case.truth, arrays=damaged(data, case.truth.arrays)))
     elif what == "floors":
-        case = replace(case, floors=damaged(data, case.floors, moved=False))  # a floor's number has only its file's sha256
+        case = replace(
+            case, floors=damaged(data, case.floors, moved=False)
+        )  # a floor's number has only its file's sha256
     elif what == "meta":
         key = data.draw(st.sampled_from(["format", "members", "kinds"]))
         case = replace(case, floors_meta=dict(case.floors_meta) | {key: data.draw(ODD)})
     else:
         whole = case.references[what]
-        read = {name: whole.arrays[name] for name in ("logits", "positions")}  # its keys and values are in the floors already
+        read = {
+            name: whole.arrays[name] for name in ("logits", "positions")
+        }  # its keys and values are in the floors already
         broken = replace(whole, arrays=dict(whole.arrays) | damaged(data, read))
         case = replace(case, references=dict(case.references) | {what: broken})
     assert outcome(case, candidates, algebra) != "agree"
@@ -97,4 +113,6 @@ def test_a_damaged_oracle_folder_never_agrees(data: st.DataObject) -> None:
 @given(st.dictionaries(st.sampled_from(["distinct", "members", "kinds", "format"]), ODD))
 def test_odd_metadata_of_the_floors_is_a_reason(meta: dict[str, Any]) -> None:
     case, candidates, algebra = sound()
-    assert outcome(replace(case, floors_meta=dict(case.floors_meta) | meta), candidates, algebra) in ("agree", "cannot tell")
+    assert outcome(
+        replace(case, floors_meta=dict(case.floors_meta) | meta), candidates, algebra
+    ) in ("agree", "cannot tell")

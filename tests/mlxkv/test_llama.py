@@ -41,7 +41,14 @@ def full(model: Llama, tokens: list[int]) -> npt.NDArray[Any]:
 def test_the_public_names_are_the_ports() -> None:
     assert (mlxkv.Llama, mlxkv.CacheError) == (Llama, CacheError)
     assert issubclass(CacheError, ValueError)
-    assert sorted(mlxkv.__all__) == ["Cache", "CacheError", "Llama", "LlamaConfig", "load", "testing"]
+    assert sorted(mlxkv.__all__) == [
+        "Cache",
+        "CacheError",
+        "Llama",
+        "LlamaConfig",
+        "load",
+        "testing",
+    ]
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         mlxkv.lod  # noqa: B018
 
@@ -78,15 +85,24 @@ def test_tokens_may_be_lists_numpy_or_mlx(tokens: Any, model_of: ModelOf) -> Non
     found = model(tokens, cache=fresh(model))
 
     assert (found.shape, found.dtype) == ((2, 40), mx.float32)
-    assert np.array_equal(np.array(found), np.array(model([[3, 1, 4], [1, 5, 9]], cache=fresh(model))))
+    assert np.array_equal(
+        np.array(found), np.array(model([[3, 1, 4], [1, 5, 9]], cache=fresh(model)))
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "out"),
-    [("float32", mx.float32), ("float16", mx.float32), ("bfloat16", mx.float32), ("float64", mx.float64)],
+    [
+        ("float32", mx.float32),
+        ("float16", mx.float32),
+        ("bfloat16", mx.float32),
+        ("float64", mx.float64),
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_float32_and_float64_only_in_the_algebra_lane(layout: str, dtype: str, out: mx.Dtype, model_of: ModelOf) -> None:
+def test_logits_are_float32_and_float64_only_in_the_algebra_lane(
+    layout: str, dtype: str, out: mx.Dtype, model_of: ModelOf
+) -> None:
     model = model_of(layout, dtype)
 
     last = model([[1, 2, 3]], cache=fresh(model))
@@ -118,7 +134,9 @@ def test_a_batch_of_two_is_two_single_runs(layout: str, model_of: ModelOf) -> No
     rest = np.array(model([r[4:] for r in rows], cache=cache, all_positions=True))
 
     for i, row in enumerate(rows):
-        np.testing.assert_allclose(np.concatenate([first[i], rest[i]]), full(model, row), atol=1e-12)
+        np.testing.assert_allclose(
+            np.concatenate([first[i], rest[i]]), full(model, row), atol=1e-12
+        )
     assert cache.layers[0].keys is not None
     assert cache.layers[0].keys.shape[0] == 2
 
@@ -129,7 +147,9 @@ def test_the_algebra_lane_is_the_formulas(layout: str, model_of: ModelOf) -> Non
 
     expected = models.forward(config, models.weights(config), tokens)
 
-    np.testing.assert_allclose(full(model_of(layout, "float64"), tokens), expected, atol=1e-11, rtol=0)
+    np.testing.assert_allclose(
+        full(model_of(layout, "float64"), tokens), expected, atol=1e-11, rtol=0
+    )
 
 
 # Any split of any sequence.
@@ -138,21 +158,35 @@ def test_the_algebra_lane_is_the_formulas(layout: str, model_of: ModelOf) -> Non
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(tokens=st.lists(st.integers(0, 39), min_size=1, max_size=24), data=st.data())
-def test_any_split_of_any_sequence_gives_the_same_logits(layout: str, tokens: list[int], data: st.DataObject, model_of: ModelOf) -> None:
+def test_any_split_of_any_sequence_gives_the_same_logits(
+    layout: str, tokens: list[int], data: st.DataObject, model_of: ModelOf
+) -> None:
     model = model_of(layout, "float64")
-    cuts = data.draw(st.sets(st.integers(1, len(tokens))).map(lambda cuts: sorted({0, *cuts, len(tokens)})))
+    cuts = data.draw(
+        st.sets(st.integers(1, len(tokens))).map(lambda cuts: sorted({0, *cuts, len(tokens)}))
+    )
     cache = fresh(model)
 
-    rows = [np.array(model([tokens[a:b]], cache=cache, all_positions=True)[0]) for a, b in pairwise(cuts)]
+    rows = [
+        np.array(model([tokens[a:b]], cache=cache, all_positions=True)[0])
+        for a, b in pairwise(cuts)
+    ]
 
     np.testing.assert_allclose(np.concatenate(rows), full(model, tokens), atol=1e-10, rtol=0)
 
 
 # Measured 6e-7, 4e-3 and 2e-2 of the largest logit.
-@pytest.mark.parametrize(("dtype", "noise"), [("float32", 5e-6), ("float16", 2e-2), ("bfloat16", 2e-1)])
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [("float32", 5e-6), ("float16", 2e-2), ("bfloat16", 2e-1)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_single_tokens_agree_with_one_call_within_the_dtypes_noise(layout: str, dtype: str, noise: float, folder_of: FolderOf) -> None:
-    model, truth = load(folder_of(layout), dtype), load(folder_of(layout), "float64", rounded_to=dtype)
+def test_single_tokens_agree_with_one_call_within_the_dtypes_noise(
+    layout: str, dtype: str, noise: float, folder_of: FolderOf
+) -> None:
+    model, truth = (
+        load(folder_of(layout), dtype),
+        load(folder_of(layout), "float64", rounded_to=dtype),
+    )
     tokens = models.ids(20, seed=3)
     cache = fresh(model)
 
@@ -167,25 +201,34 @@ def test_single_tokens_agree_with_one_call_within_the_dtypes_noise(layout: str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("changed", [0, 4, 8])
-def test_a_token_changes_its_own_row_and_none_before_it(layout: str, changed: int, model_of: ModelOf) -> None:
+def test_a_token_changes_its_own_row_and_none_before_it(
+    layout: str, changed: int, model_of: ModelOf
+) -> None:
     model = model_of(layout)
     tokens = models.ids(9, seed=4)
     others = [*tokens[:changed], (tokens[changed] + 1) % 40, *tokens[changed + 1 :]]
     caches = fresh(model), fresh(model)
 
-    rows = [np.array(model([ids], cache=cache, all_positions=True)[0]) for ids, cache in zip((tokens, others), caches, strict=True)]
+    rows = [
+        np.array(model([ids], cache=cache, all_positions=True)[0])
+        for ids, cache in zip((tokens, others), caches, strict=True)
+    ]
 
     assert np.array_equal(rows[0][:changed], rows[1][:changed])
     assert np.all(np.abs(rows[0][changed] - rows[1][changed]).max() > 0.01)
     for a, b in zip(*(c.layers for c in caches), strict=True):
         for mine, theirs in ((a.keys, b.keys), (a.values, b.values)):
             assert np.array_equal(np.array(mine)[:, :, :changed], np.array(theirs)[:, :, :changed])
-            assert not np.array_equal(np.array(mine)[:, :, changed], np.array(theirs)[:, :, changed])
+            assert not np.array_equal(
+                np.array(mine)[:, :, changed], np.array(theirs)[:, :, changed]
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("position", [0, 11])
-def test_with_one_key_attention_is_its_value_through_o_proj(layout: str, position: int, model_of: ModelOf) -> None:
+def test_with_one_key_attention_is_its_value_through_o_proj(
+    layout: str, position: int, model_of: ModelOf
+) -> None:
     model = model_of(layout, "float64")
     config, attention = model.config, model.layers[1].self_attn
     x = mx.array(np.random.default_rng(5).standard_normal((2, 1, config.hidden_size)), mx.float64)
@@ -209,10 +252,15 @@ def test_the_mask_must_fit_the_scores_exactly() -> None:
     # MLX itself would stretch the first axis.
     with pytest.raises(CacheError) as caught:
         fitting(mask, (1, 4, 3, 2))
-    assert str(caught.value) == "cannot broadcast [1, 2] to [1, 4, 3, 2]: the cache holds other rows than index_pos says"
+    assert (
+        str(caught.value)
+        == "cannot broadcast [1, 2] to [1, 4, 3, 2]: the cache holds other rows than index_pos says"
+    )
 
 
-def reference(x: npt.NDArray[Any], keys: npt.NDArray[Any], values: npt.NDArray[Any], scale: float, start: int) -> npt.NDArray[Any]:
+def reference(
+    x: npt.NDArray[Any], keys: npt.NDArray[Any], values: npt.NDArray[Any], scale: float, start: int
+) -> npt.NDArray[Any]:
     """Attention by loops over heads and rows, in float64."""
     B, H, L, _ = x.shape
     out = np.empty_like(x)
@@ -226,9 +274,15 @@ def reference(x: npt.NDArray[Any], keys: npt.NDArray[Any], values: npt.NDArray[A
 @pytest.mark.parametrize(("dtype", "bound"), [(mx.float64, 1e-14), (mx.float32, 1e-5)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize(("length", "start"), [(5, 0), (2, 3), (1, 4)])
-def test_attention_is_the_formula(dtype: mx.Dtype, bound: float, heads: int, kv_heads: int, length: int, start: int) -> None:
+def test_attention_is_the_formula(
+    dtype: mx.Dtype, bound: float, heads: int, kv_heads: int, length: int, start: int
+) -> None:
     random = np.random.default_rng(6)
-    shapes = (2, heads, length, 8), (2, kv_heads, start + length, 8), (2, kv_heads, start + length, 8)
+    shapes = (
+        (2, heads, length, 8),
+        (2, kv_heads, start + length, 8),
+        (2, kv_heads, start + length, 8),
+    )
     q, k, v = (random.standard_normal(s) for s in shapes)
     hidden = np.arange(start + length)[None] > start + np.arange(length)[:, None]
 
@@ -248,7 +302,9 @@ def test_the_exact_forms_are_exact() -> None:
         norm = np.array(ops.rms_norm(mx.array(x, mx.float64), mx.array(weight, mx.float64), 1e-3))
 
     np.testing.assert_allclose(silu, x / (1 + np.exp(-x)), atol=1e-14)
-    np.testing.assert_allclose(norm, x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-3) * weight, rtol=1e-14)
+    np.testing.assert_allclose(
+        norm, x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-3) * weight, rtol=1e-14
+    )
 
 
 # Refusals, each before anything is written.
@@ -269,15 +325,26 @@ def test_the_exact_forms_are_exact() -> None:
         ([1, 2], "tokens: expected whole numbers of shape (B, L), got shape (2,) int64"),
         ([[[1]]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1, 1) int64"),
         (3, "tokens: expected whole numbers of shape (B, L), got shape () int64"),
-        ([[1, 2], [3]], "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers"),
-        (mx.array([[1]], mx.bfloat16), "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers"),
+        (
+            [[1, 2], [3]],
+            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers",
+        ),
+        (
+            mx.array([[1]], mx.bfloat16),
+            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers",
+        ),
         ([[]], "cache: no new tokens (the cache holds 3); a call needs at least one"),
-        (np.zeros((0, 3), int), "cache: no new tokens (the cache holds 3); a call needs at least one"),
+        (
+            np.zeros((0, 3), int),
+            "cache: no new tokens (the cache holds 3); a call needs at least one",
+        ),
         ([[1], [2]], "cache: batch of 2, expected 1 (that of the tokens held); make a new cache"),
     ],
     ids=str,
 )
-def test_tokens_that_cannot_be_used_are_refused(tokens: Any, message: str, model_of: ModelOf) -> None:
+def test_tokens_that_cannot_be_used_are_refused(
+    tokens: Any, message: str, model_of: ModelOf
+) -> None:
     model = model_of()
     cache = fresh(model)
     model([[1, 2, 3]], cache=cache)
@@ -298,20 +365,31 @@ def test_ids_at_both_ends_of_the_vocabulary_are_used(model_of: ModelOf) -> None:
 
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("theirs", ["float16", "bfloat16", "float64"])
-def test_a_cache_of_another_dtype_is_refused_with_both(theirs: str, guarded: bool, model_of: ModelOf) -> None:
+def test_a_cache_of_another_dtype_is_refused_with_both(
+    theirs: str, guarded: bool, model_of: ModelOf
+) -> None:
     model = model_of()
     cache = Cache(model.config, dtype=theirs, guarded=guarded)
 
     with pytest.raises(CacheError) as caught:
         model([[1]], cache=cache)
 
-    assert str(caught.value) == f"cache: dtype is {theirs}, the weights' is float32; make it with Cache(model.config, dtype='float32')"
+    assert (
+        str(caught.value)
+        == f"cache: dtype is {theirs}, the weights' is float32; make it with Cache(model.config, dtype='float32')"
+    )
     assert len(cache) == 0
 
 
 def test_an_unknown_dtype_is_refused(model_of: ModelOf, folder_of: FolderOf) -> None:
-    for make in (lambda: Cache(model_of().config, dtype="float8"), lambda: mlxkv.load(folder_of("gqa"), "float8")):
-        with pytest.raises(ValueError, match=r"^dtype: expected one of float32, float16, bfloat16, float64, got 'float8'$"):
+    for make in (
+        lambda: Cache(model_of().config, dtype="float8"),
+        lambda: mlxkv.load(folder_of("gqa"), "float8"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"^dtype: expected one of float32, float16, bfloat16, float64, got 'float8'$",
+        ):
             make()
 
 
@@ -325,7 +403,13 @@ def test_queries_in_blocks_give_what_all_at_once_give(
 
     def logits() -> npt.NDArray[np.float64]:
         cache = Cache(model.config, dtype="float64")
-        return np.concatenate([np.array(model(part, cache=cache, all_positions=True)) for part in (tokens[:, :5], tokens[:, 5:])], axis=1)
+        return np.concatenate(
+            [
+                np.array(model(part, cache=cache, all_positions=True))
+                for part in (tokens[:, :5], tokens[:, 5:])
+            ],
+            axis=1,
+        )
 
     whole = logits()
     monkeypatch.setattr(llama, "QUERIES", queries)

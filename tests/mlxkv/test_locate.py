@@ -16,31 +16,56 @@ import models
 import numpy as np
 import pytest
 
-from mlxkv import locating, runtime
-from mlxkv.engines import job, oracle, port, taps
-from mlxkv.judge import hints, locate
+from mlxkv.commands.locate import hints
+from mlxkv.commands.locate import place as locate
+from mlxkv.commands.locate import run as locating
+from mlxkv.commands.locate.layers import WALK
+from mlxkv.commands.locate.place import Located
+from mlxkv.engines import job, oracle, port
+from mlxkv.engines import machine as runtime
+from mlxkv.engines import recorder as taps
 from mlxkv.judge.case import Case, read_case
-from mlxkv.judge.locate import Located
-from mlxkv.judge.taps import WALK
 from mlxkv.judge.verdict import judge
 from mlxkv.port import llama, ops
 from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Block, Llama
 from mlxkv.port.weights import load
-from oracle import plan as plans
-from oracle import trace
-from oracle.checkpoint import resolve
-from oracle.trace import TAPS, Meta
+from oracle.formats import plan as plans
+from oracle.formats import trace
+from oracle.formats.trace import TAPS, Meta
+from oracle.model.checkpoint import resolve
 
 PROMPT = models.ids(6)
-CHUNK, LENGTH = 4, 12  # the chunked plan's second call starts at 4; six tokens, and six of seven greedy ones
+CHUNK, LENGTH = (
+    4,
+    12,
+)  # the chunked plan's second call starts at 4; six tokens, and six of seven greedy ones
 Patch = pytest.MonkeyPatch
 
 
-def make(folder: Path, model: Path, *, taps: tuple[str, ...] = TAPS, env: dict[str, str] | None = None) -> Path:
+def make(
+    folder: Path, model: Path, *, taps: tuple[str, ...] = TAPS, env: dict[str, str] | None = None
+) -> Path:
     tokens = ",".join(map(str, PROMPT))
-    command = [sys.executable, "-m", "oracle", "run", str(model), "--tokens", tokens, "--steps", "7", "--out", str(folder)]
-    subprocess.run([*command, "--threads", "1", "--taps", ",".join(taps)], check=True, capture_output=True, env=os.environ | (env or {}))
+    command = [
+        sys.executable,
+        "-m",
+        "oracle",
+        "run",
+        str(model),
+        "--tokens",
+        tokens,
+        "--steps",
+        "7",
+        "--out",
+        str(folder),
+    ]
+    subprocess.run(
+        [*command, "--threads", "1", "--taps", ",".join(taps)],
+        check=True,
+        capture_output=True,
+        env=os.environ | (env or {}),
+    )
     return folder
 
 
@@ -65,8 +90,17 @@ def look(folder: Path, model: Llama, *, case: Case | None = None) -> Located:
     """What `mlxkv locate` does, in this process and in float64 alone."""
     case = read_case(folder) if case is None else case
     judged = oracle.judged(case.manifest, folder)
-    meta = Meta(judged["full"], "mlxkv", "0", "float64", fingerprint=case.manifest.fingerprint, probes={"tanh": 0.0})
-    verdict = judge(case, {}, algebra={name: port.run(model, plan, meta=meta) for name, plan in judged.items()})
+    meta = Meta(
+        judged["full"],
+        "mlxkv",
+        "0",
+        "float64",
+        fingerprint=case.manifest.fingerprint,
+        probes={"tanh": 0.0},
+    )
+    verdict = judge(
+        case, {}, algebra={name: port.run(model, plan, meta=meta) for name, plan in judged.items()}
+    )
     plan = judged[locate.failing_plan(verdict) or "step"]
     propagated, _ = taps.run(model, plan, meta)
     isolated, _ = taps.run(model, plan, meta, truth=case.truth)
@@ -77,14 +111,25 @@ def look(folder: Path, model: Llama, *, case: Case | None = None) -> Located:
 
 
 @pytest.mark.parametrize("layout", ["gqa", "mqa"])
-def test_on_a_right_port_nothing_stands_out_at_any_tap(layout: str, tapped: Callable[[str], Path], model_of: Callable[..., Llama]) -> None:
+def test_on_a_right_port_nothing_stands_out_at_any_tap(
+    layout: str, tapped: Callable[[str], Path], model_of: Callable[..., Llama]
+) -> None:
     found = look(tapped(layout), model_of(layout, "float64"))
-    assert (found.outcome, found.exit_code, found.position, found.layer, found.tap, found.hint) == ("nothing", 0, None, None, None, None)
+    assert (found.outcome, found.exit_code, found.position, found.layer, found.tap, found.hint) == (
+        "nothing",
+        0,
+        None,
+        None,
+        None,
+        None,
+    )
     assert [row.tap for row in found.rows] == [*WALK, "logits"]
     assert [row.tap for row in found.rows if row.wrong or not row.propagated < 1e-13] == []
     assert found.strip is not None
     assert np.shape(found.strip.values) == (3, LENGTH)
-    assert all(value is not None and value < 1e-13 for layer in found.strip.values for value in layer)
+    assert all(
+        value is not None and value < 1e-13 for layer in found.strip.values for value in layer
+    )
 
 
 def test_scores_of_a_prompt_that_goes_through_in_blocks_are_put_together(
@@ -99,10 +144,15 @@ def test_scores_of_a_prompt_that_goes_through_in_blocks_are_put_together(
         np.testing.assert_allclose(made.arrays[name], case.truth.arrays[name], rtol=0, atol=1e-12)
 
 
-def test_recording_changes_no_number_and_leaves_no_trace_even_after_an_error(model_of: Callable[..., Llama]) -> None:
+def test_recording_changes_no_number_and_leaves_no_trace_even_after_an_error(
+    model_of: Callable[..., Llama],
+) -> None:
     model, plan = model_of("gqa", "float64"), plans.judged_plans(PROMPT, prompt=6)["full"]
     functions, names = (llama.rotate, ops._softmax, Cache.extend), sorted(llama.parameters(model))
-    kinds = [[type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)] for layer in model.layers]
+    kinds = [
+        [type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)]
+        for layer in model.layers
+    ]
     before = port.run(model, plan)
     made, _ = taps.run(model, plan, before.meta)
     assert np.array_equal(made.logits, before.logits)
@@ -110,7 +160,10 @@ def test_recording_changes_no_number_and_leaves_no_trace_even_after_an_error(mod
         raise RuntimeError("stop")
     assert (llama.rotate, ops._softmax, Cache.extend) == functions
     assert sorted(llama.parameters(model)) == names
-    assert [[type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)] for layer in model.layers] == kinds
+    assert [
+        [type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)]
+        for layer in model.layers
+    ] == kinds
     assert np.array_equal(port.run(model, plan).logits, before.logits)
 
 
@@ -134,7 +187,9 @@ class Fault:
 EVERY = (0, 1, 2)
 
 
-def weight(path: str, index: tuple[int, ...] | int, change: float = 0.1) -> Callable[[Llama, Patch], None]:
+def weight(
+    path: str, index: tuple[int, ...] | int, change: float = 0.1
+) -> Callable[[Llama, Patch], None]:
     """One number of one layer's tensor."""
 
     def plant(model: Llama, _: Patch) -> None:
@@ -174,7 +229,11 @@ def interleaved_heads(kinds: str) -> Callable[[Llama, Patch], None]:
         real = ops.attention
 
         def attention(queries: mx.array, keys: mx.array, values: mx.array, **rest: Any) -> mx.array:
-            wrong = mx.concatenate([keys, keys], axis=1) if "keys" in kinds else mx.repeat(keys, 2, axis=1)
+            wrong = (
+                mx.concatenate([keys, keys], axis=1)
+                if "keys" in kinds
+                else mx.repeat(keys, 2, axis=1)
+            )
             return real(queries, wrong, mx.concatenate([values, values], axis=1), **rest)
 
         patch.setattr(ops, "attention", attention)
@@ -215,7 +274,11 @@ def mask(change: Callable[[int, int, Any], Any]) -> Callable[[Llama, Patch], Non
 
 
 def without_offset(length: int, start: int, right: Any) -> Any:
-    return (np.arange(start + length)[None, :] > np.arange(length)[:, None]).astype(np.uint8) if start else right
+    return (
+        (np.arange(start + length)[None, :] > np.arange(length)[:, None]).astype(np.uint8)
+        if start
+        else right
+    )
 
 
 def turned(wrong: Callable[[int, int], bool]) -> Callable[[Llama, Patch], None]:
@@ -223,12 +286,18 @@ def turned(wrong: Callable[[int, int], bool]) -> Callable[[Llama, Patch], None]:
 
     def plant(_: Llama, patch: Patch) -> None:
         real = Cache.rotation
-        patch.setattr(Cache, "rotation", lambda self, start, length: real(self, start + wrong(start, length), length))
+        patch.setattr(
+            Cache,
+            "rotation",
+            lambda self, start, length: real(self, start + wrong(start, length), length),
+        )
 
     return plant
 
 
-def written(layer: int, change: Callable[[Cache, Any, Any], None]) -> Callable[[Llama, Patch], None]:
+def written(
+    layer: int, change: Callable[[Cache, Any, Any], None]
+) -> Callable[[Llama, Patch], None]:
     """What one layer of a cache stores of the rows it is given, [K, L, D] each; `change` works in place."""
 
     def plant(_: Llama, patch: Patch) -> None:
@@ -289,31 +358,103 @@ def norm_weight(model: Llama, _: Patch) -> None:
 
 STEP_CACHE = "the cache: row {row} of its {kind} in layer {layer}, head {head}, is "
 FAULTS = {
-    "eps in the input norm of layer 1": Fault(eps(1, "input_layernorm"), "full", 0, (1,), "input_norm", hint="RMSNorm: eps"),
-    "eps in the post norm of layer 2": Fault(eps(2, "post_attention_layernorm"), "full", 0, (2,), "post_norm", hint="RMSNorm: eps"),
-    "one weight of a norm": Fault(norm_weight, "full", 0, (0,), "post_norm", hint="RMSNorm: the norm's weight (channel 7 of 32)"),
+    "eps in the input norm of layer 1": Fault(
+        eps(1, "input_layernorm"), "full", 0, (1,), "input_norm", hint="RMSNorm: eps"
+    ),
+    "eps in the post norm of layer 2": Fault(
+        eps(2, "post_attention_layernorm"), "full", 0, (2,), "post_norm", hint="RMSNorm: eps"
+    ),
+    "one weight of a norm": Fault(
+        norm_weight,
+        "full",
+        0,
+        (0,),
+        "post_norm",
+        hint="RMSNorm: the norm's weight (channel 7 of 32)",
+    ),
     "one weight of q": Fault(
-        weight("0.self_attn.q_proj", (17, 3)), "full", 1, (0,), "q", (2,), "q_proj.weight: the single weight [17, 3]", 2
+        weight("0.self_attn.q_proj", (17, 3)),
+        "full",
+        1,
+        (0,),
+        "q",
+        (2,),
+        "q_proj.weight: the single weight [17, 3]",
+        2,
     ),
     "one weight of k": Fault(
-        weight("2.self_attn.k_proj", (9, 31)), "full", 0, (2,), "k", (1,), "k_proj.weight: the single weight [9, 31]", 1
+        weight("2.self_attn.k_proj", (9, 31)),
+        "full",
+        0,
+        (2,),
+        "k",
+        (1,),
+        "k_proj.weight: the single weight [9, 31]",
+        1,
     ),
     "one weight of v": Fault(
-        weight("1.self_attn.v_proj", (3, 0)), "full", 0, (1,), "v", (0,), "v_proj.weight: the single weight [3, 0]", 0
+        weight("1.self_attn.v_proj", (3, 0)),
+        "full",
+        0,
+        (1,),
+        "v",
+        (0,),
+        "v_proj.weight: the single weight [3, 0]",
+        0,
     ),
     "one weight of o": Fault(
-        weight("1.self_attn.o_proj", (5, 6)), "full", 0, (1,), "o_proj", (), "o_proj.weight: the single weight [5, 6]"
+        weight("1.self_attn.o_proj", (5, 6)),
+        "full",
+        0,
+        (1,),
+        "o_proj",
+        (),
+        "o_proj.weight: the single weight [5, 6]",
     ),
     "one weight of gate": Fault(
-        weight("0.mlp.gate_proj", (47, 1)), "full", 0, (0,), "gate", (), "gate_proj.weight: the single weight [47, 1]"
+        weight("0.mlp.gate_proj", (47, 1)),
+        "full",
+        0,
+        (0,),
+        "gate",
+        (),
+        "gate_proj.weight: the single weight [47, 1]",
     ),
-    "one weight of up": Fault(weight("1.mlp.up_proj", (5, 7)), "full", 0, (1,), "up", (), "up_proj.weight: the single weight [5, 7]"),
+    "one weight of up": Fault(
+        weight("1.mlp.up_proj", (5, 7)),
+        "full",
+        0,
+        (1,),
+        "up",
+        (),
+        "up_proj.weight: the single weight [5, 7]",
+    ),
     "one weight of down": Fault(
-        weight("2.mlp.down_proj", (31, 2)), "full", 0, (2,), "down", (), "down_proj.weight: the single weight [31, 2]"
+        weight("2.mlp.down_proj", (31, 2)),
+        "full",
+        0,
+        (2,),
+        "down",
+        (),
+        "down_proj.weight: the single weight [31, 2]",
     ),
-    "one row of o": Fault(weight("1.self_attn.o_proj", 5), "full", 0, (1,), "o_proj", (), "o_proj: its weight or bias (output 5 of 32)"),
+    "one row of o": Fault(
+        weight("1.self_attn.o_proj", 5),
+        "full",
+        0,
+        (1,),
+        "o_proj",
+        (),
+        "o_proj: its weight or bias (output 5 of 32)",
+    ),
     "KV heads swapped in layer 1": Fault(
-        swapped, "full", 0, (1,), "k", (0, 1), "k_proj: the order of its heads (head 0 is the truth's head 1, head 1 is the truth's head 0)"
+        swapped,
+        "full",
+        0,
+        (1,),
+        "k",
+        (0, 1),
+        "k_proj: the order of its heads (head 0 is the truth's head 1, head 1 is the truth's head 0)",
     ),
     "KV heads interleaved": Fault(
         interleaved_heads("keys and values"),
@@ -332,7 +473,13 @@ FAULTS = {
         1,
     ),
     "attention's scale times 1.001 in layer 2": Fault(
-        scale, "full", 1, (2,), "scores", (*EVERY, 3), "the attention's scale: every score is 1.001 times the truth's"
+        scale,
+        "full",
+        1,
+        (2,),
+        "scores",
+        (*EVERY, 3),
+        "the attention's scale: every score is 1.001 times the truth's",
     ),
     "the mask lets one future token in": Fault(
         mask(lambda length, start, right: np.roll(right, 1, axis=1) * right),
@@ -340,7 +487,13 @@ FAULTS = {
         "the mask: at position 0 it lets it see the key of position 1",
     ),
     "the mask hides the token itself from position 1 on": Fault(
-        mask(lambda length, start, right: right | np.eye(length, start + length, start, dtype=np.uint8) * (np.arange(length) > 0)[:, None]),
+        mask(
+            lambda length, start, right: (
+                right
+                | np.eye(length, start + length, start, dtype=np.uint8)
+                * (np.arange(length) > 0)[:, None]
+            )
+        ),
         *("full", 1, EVERY, "scores", (0, 1, 2, 3)),
         "the mask: at position 1 it hides from it the key of position 1",
     ),
@@ -359,25 +512,71 @@ FAULTS = {
         "RoPE: positions from 4 on (index_pos)",
     ),
     "single tokens turned one position late": Fault(
-        turned(lambda start, length: length == 1), "step", 6, EVERY, "q_rope", (0, 1, 2, 3), "RoPE: positions from 6 on (index_pos)"
+        turned(lambda start, length: length == 1),
+        "step",
+        6,
+        EVERY,
+        "q_rope",
+        (0, 1, 2, 3),
+        "RoPE: positions from 6 on (index_pos)",
     ),
     "silu with 1.702": Fault(silu, "full", 0, EVERY, "activation", hint="the activation: silu"),
-    "no first residual in layer 1": Fault(residual(True), "full", 0, (1,), "post_norm", hint="the residual before the norm"),
-    "no second residual in layer 1": Fault(residual(False), "full", 0, (1,), "hidden", hint="the residual: what leaves the layer"),
+    "no first residual in layer 1": Fault(
+        residual(True), "full", 0, (1,), "post_norm", hint="the residual before the norm"
+    ),
+    "no second residual in layer 1": Fault(
+        residual(False), "full", 0, (1,), "hidden", hint="the residual: what leaves the layer"
+    ),
     "one stale key row": Fault(
-        written(1, stale), "step", 8, (1,), "keys", (0,), "the cache: row 8 of its keys in layer 1, head 0, is the truth's row 7: stale", 0
+        written(1, stale),
+        "step",
+        8,
+        (1,),
+        "keys",
+        (0,),
+        "the cache: row 8 of its keys in layer 1, head 0, is the truth's row 7: stale",
+        0,
     ),
     "values of one head in float16 from row 9 on": Fault(
-        written(2, halved), "step", 9, (2,), "values", (1,), "the cache: row 9 of its values in layer 2, head 1, is rounded to float16", 1
+        written(2, halved),
+        "step",
+        9,
+        (2,),
+        "values",
+        (1,),
+        "the cache: row 9 of its values in layer 2, head 1, is rounded to float16",
+        1,
     ),
     "an empty key row": Fault(
-        written(0, emptied), "step", 10, (0,), "keys", (1,), "the cache: row 10 of its keys in layer 0, head 1, is empty", 1
+        written(0, emptied),
+        "step",
+        10,
+        (0,),
+        "keys",
+        (1,),
+        "the cache: row 10 of its keys in layer 0, head 1, is empty",
+        1,
     ),
     "values of layer 2 wrong where there is no cache": Fault(
-        uncached, "prefixes", 5, (2,), "attention", (0, 1, 2, 3), "attention with right scores: softmax, GQA's head order among the values"
+        uncached,
+        "prefixes",
+        5,
+        (2,),
+        "attention",
+        (0, 1, 2, 3),
+        "attention with right scores: softmax, GQA's head order among the values",
     ),
-    "one row of the embedding": Fault(embedding, "full", 3, (0,), "embedding", hint="the embedding: its weights, or other token ids"),
-    "eps of the final norm": Fault(final_eps, "full", 0, (), "logits", hint="behind the layers: the final norm's eps"),
+    "one row of the embedding": Fault(
+        embedding,
+        "full",
+        3,
+        (0,),
+        "embedding",
+        hint="the embedding: its weights, or other token ids",
+    ),
+    "eps of the final norm": Fault(
+        final_eps, "full", 0, (), "logits", hint="behind the layers: the final norm's eps"
+    ),
 }
 
 
@@ -389,16 +588,32 @@ def test_a_fault_is_found_at_its_place(
     fault.plant(model, monkeypatch)
     found = look(tapped("gqa"), model)
     assert (found.outcome, found.exit_code) == ("located", 1)
-    assert (found.plan, found.position, found.layers, found.tap) == (fault.plan, fault.position, fault.layers, fault.tap)
+    assert (found.plan, found.position, found.layers, found.tap) == (
+        fault.plan,
+        fault.position,
+        fault.layers,
+        fault.tap,
+    )
     assert found.layer == (fault.layers[0] if fault.layers else None)
     assert (found.heads, found.head) == (fault.heads, fault.head)
     assert found.hint is not None
     assert fault.hint in found.hint
 
 
-def test_another_theta_is_found_at_position_1_in_every_layer(tapped: Callable[[str], Path], tmp_path: Path) -> None:
-    found = look(tapped("gqa"), load(models.save(tmp_path / "m", models.config("gqa", rope_theta=10100.0)), "float64"))
-    assert (found.plan, found.position, found.layers, found.tap, found.heads) == ("full", 1, EVERY, "q_rope", (0, 1, 2, 3))
+def test_another_theta_is_found_at_position_1_in_every_layer(
+    tapped: Callable[[str], Path], tmp_path: Path
+) -> None:
+    found = look(
+        tapped("gqa"),
+        load(models.save(tmp_path / "m", models.config("gqa", rope_theta=10100.0)), "float64"),
+    )
+    assert (found.plan, found.position, found.layers, found.tap, found.heads) == (
+        "full",
+        1,
+        EVERY,
+        "q_rope",
+        (0, 1, 2, 3),
+    )
     assert found.hint == "RoPE: theta, scaling, pairing or positions"
 
 
@@ -408,41 +623,67 @@ def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
     model = load(folder_of("gqa"), "float64")
     weight("1.mlp.up_proj", (5, 7), float("nan"))(model, monkeypatch)
     found = look(tapped("gqa"), model)
-    assert (found.position, found.layer, found.tap, found.hint) == (0, 1, "up", "mlp.up_proj: its weight or bias (output 5 of 48)")
-    (row,) = [row for row in json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"] if row["tap"] == "up"]
+    assert (found.position, found.layer, found.tap, found.hint) == (
+        0,
+        1,
+        "up",
+        "mlp.up_proj: its weight or bias (output 5 of 48)",
+    )
+    (row,) = [
+        row
+        for row in json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"]
+        if row["tap"] == "up"
+    ]
     assert (row["isolated"], row["wrong"]) == (None, True)
 
 
 # A folder that lacks taps.
 
 
-def test_without_taps_a_folder_still_gives_layer_keys_and_values(bare: Path, folder_of: Callable[[str], Path], monkeypatch: Patch) -> None:
+def test_without_taps_a_folder_still_gives_layer_keys_and_values(
+    bare: Path, folder_of: Callable[[str], Path], monkeypatch: Patch
+) -> None:
     model = load(folder_of("gqa"), "float64")
     weight("2.self_attn.k_proj", (9, 31))(model, monkeypatch)
     found = look(bare, model)
     assert (found.layers, found.tap, found.head) == ((2,), "k_rope", 1)
 
 
-def test_where_torch_is_missing_the_note_says_what_the_folder_lacks(bare: Path, monkeypatch: Patch) -> None:
+def test_where_torch_is_missing_the_note_says_what_the_folder_lacks(
+    bare: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(runtime, "has", lambda _: False)
     case = read_case(bare)
     same, (note,) = locating.with_taps(case)
     assert same is case
-    assert note.startswith("the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, attention, ")
+    assert note.startswith(
+        "the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, attention, "
+    )
     assert "torch is not installed" in note
 
 
-def test_the_taps_are_not_asked_of_another_model_than_the_folders(bare: Path, tmp_path: Path) -> None:
+def test_the_taps_are_not_asked_of_another_model_than_the_folders(
+    bare: Path, tmp_path: Path
+) -> None:
     case = read_case(bare)
     other = models.save(tmp_path / "m", models.config("gqa", rms_norm_eps=1.1e-5))
-    same, (note,) = locating.with_taps(replace(case, manifest=replace(case.manifest, source=str(other))))
+    same, (note,) = locating.with_taps(
+        replace(case, manifest=replace(case.manifest, source=str(other)))
+    )
     assert same.truth is case.truth
     assert "its weights or config.json are not those" in note
 
 
-def test_a_folder_without_a_tap_never_passes_for_one_with_it(folder_of: Callable[[str], Path]) -> None:
-    question = oracle.Question(resolve(str(folder_of("gqa"))), None, (1, 2), 2, 0, None, "float32", 1)
-    digests = [replace(question, taps=names).digest() for names in (("hidden",), ("hidden", "q"), ("q", "hidden"), TAPS)]
+def test_a_folder_without_a_tap_never_passes_for_one_with_it(
+    folder_of: Callable[[str], Path],
+) -> None:
+    question = oracle.Question(
+        resolve(str(folder_of("gqa"))), None, (1, 2), 2, 0, None, "float32", 1
+    )
+    digests = [
+        replace(question, taps=names).digest()
+        for names in (("hidden",), ("hidden", "q"), ("q", "hidden"), TAPS)
+    ]
     assert len(set(digests)) == 3
     assert digests[1] == digests[2]
 
@@ -450,12 +691,18 @@ def test_a_folder_without_a_tap_never_passes_for_one_with_it(folder_of: Callable
 # The command.
 
 
-def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def mlxkv(
+    *arguments: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlxkv", "locate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {})
+    )
 
 
-def test_the_command_says_that_nothing_stands_out(bare: Path, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command_says_that_nothing_stands_out(
+    bare: Path, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     done = mlxkv(folder_of("gqa"), "--oracle", bare, "--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     last, report = done.stdout.splitlines()[-2:]
@@ -464,15 +711,36 @@ def test_the_command_says_that_nothing_stands_out(bare: Path, folder_of: Callabl
     assert sorted(p.name for p in tmp_path.iterdir()) == ["locate.json", "locate.md", "locate.svg"]
 
 
-def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(bare: Path, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    wrong = models.save(tmp_path / "wrong", models.config("gqa", rms_norm_eps=1.1e-5), models.weights(models.config("gqa")))
+def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
+    bare: Path, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    wrong = models.save(
+        tmp_path / "wrong",
+        models.config("gqa", rms_norm_eps=1.1e-5),
+        models.weights(models.config("gqa")),
+    )
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    runs = [mlxkv(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env) for name in ("a", "b")]
+    runs = [
+        mlxkv(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env)
+        for name in ("a", "b")
+    ]
     assert [run.returncode for run in runs] == [1, 1]
     first, second = (json.loads(run.stdout) for run in runs)
     assert first == second
-    assert (first["format"], first["exit_code"], first["engine"], first["third"]) == ("mlxkv-locate/1", 1, "mlxkv", None)
-    assert [first[key] for key in ("plan", "position", "layer", "layers", "tap", "heads")] == ["full", 0, 0, [0, 1, 2], "input_norm", []]
+    assert (first["format"], first["exit_code"], first["engine"], first["third"]) == (
+        "mlxkv-locate/1",
+        1,
+        "mlxkv",
+        None,
+    )
+    assert [first[key] for key in ("plan", "position", "layer", "layers", "tap", "heads")] == [
+        "full",
+        0,
+        0,
+        [0, 1, 2],
+        "input_norm",
+        [],
+    ]
     assert first["hint"].startswith("RMSNorm: eps")
     # Kept for the second search, under a digest of its own.
     (kept,) = (tmp_path / "cache" / "oracle").iterdir()
@@ -488,28 +756,60 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     bare: Path, folder_of: Callable[[str], Path], model_of: Callable[..., Llama], tmp_path: Path
 ) -> None:
     step = oracle.judged(read_case(bare).manifest, bare)["step"]
-    made = port.run(model_of("gqa"), step, meta=Meta(step, "third", "1", "float32", fingerprint=resolve(str(folder_of("gqa"))).fingerprint))
+    made = port.run(
+        model_of("gqa"),
+        step,
+        meta=Meta(
+            step, "third", "1", "float32", fingerprint=resolve(str(folder_of("gqa"))).fingerprint
+        ),
+    )
     values = made.arrays["kv/a/001/values"]
     values[0, 7] = values[0, 6]
     trace.write(tmp_path / "third.safetensors", made.meta, made.arrays)
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = mlxkv(folder_of("gqa"), "--oracle", bare, "--candidate", tmp_path / "third.safetensors", "--out", tmp_path, env=env)
+    done = mlxkv(
+        folder_of("gqa"),
+        "--oracle",
+        bare,
+        "--candidate",
+        tmp_path / "third.safetensors",
+        "--out",
+        tmp_path,
+        env=env,
+    )
     assert (done.returncode, done.stderr) == (1, "")
     assert "nothing stands out" in done.stdout
-    assert "note: the cause was not looked for: sigma is within its limit at the first 12 positions of plan step\n" in done.stdout
+    assert (
+        "note: the cause was not looked for: sigma is within its limit at the first 12 positions of plan step\n"
+        in done.stdout
+    )
     assert done.stdout.splitlines()[-2] == "located: position 7, layer 1, values, head 0"
     found = json.loads((tmp_path / "locate.json").read_text())
-    assert (found["outcome"], found["third"]["engine"], found["third"]["outcome"]) == ("nothing", "third", "located")
+    assert (found["outcome"], found["third"]["engine"], found["third"]["outcome"]) == (
+        "nothing",
+        "third",
+        "located",
+    )
     assert "# Where third goes wrong" in (tmp_path / "locate.md").read_text()
 
 
 def test_a_job_with_taps_survives_its_file(tmp_path: Path) -> None:
-    asked = job.Job("somewhere", tuple(plans.judged_plans(PROMPT, prompt=6).values()), tmp_path, "float64", "float32", taps=TAPS, truth="t")
+    asked = job.Job(
+        "somewhere",
+        tuple(plans.judged_plans(PROMPT, prompt=6).values()),
+        tmp_path,
+        "float64",
+        "float32",
+        taps=TAPS,
+        truth="t",
+    )
     assert job.read(asked.save()) == asked
 
 
 def test_the_command_refuses_in_one_line(bare: Path, tmp_path: Path) -> None:
-    other = models.save(tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1))
+    other = models.save(
+        tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1)
+    )
     done = mlxkv(other, "--oracle", bare, "--out", tmp_path / "out")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "made with weights" in done.stderr
@@ -517,5 +817,7 @@ def test_the_command_refuses_in_one_line(bare: Path, tmp_path: Path) -> None:
 
 def test_rounding_to_bfloat16_is_to_the_nearest_and_ties_to_even() -> None:
     values = np.array([1.0, 1.00390625, 1.01171875, -3.1415926, 0.0])
-    expected = np.array(mx.array(values.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32), np.float64)
+    expected = np.array(
+        mx.array(values.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32), np.float64
+    )
     assert hints.rounded(values, "bfloat16").tolist() == expected.tolist()

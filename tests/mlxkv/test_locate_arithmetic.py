@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from synthetic import NOISE, Array, changed, make_candidates, make_case
 
-from mlxkv.judge import hints, locate
-from mlxkv.judge.locate import Located, layer_of
-from mlxkv.judge.taps import Layer
+from mlxkv.commands.locate import hints
+from mlxkv.commands.locate import place as locate
+from mlxkv.commands.locate.layers import Layer
+from mlxkv.commands.locate.place import Located, layer_of
 from mlxkv.judge.verdict import judge
-from oracle.trace import Meta, Trace
+from oracle.formats.trace import Meta, Trace
 
 CASE = make_case()
 RUNS = make_candidates(CASE)
@@ -48,7 +49,13 @@ def test_a_verdict_that_cannot_be_told_gives_its_reasons() -> None:
 def test_a_layer_whose_keys_are_all_noisier_is_found_with_its_worst_head() -> None:
     step = noisier(RUNS["step"], "kv/a/001/keys", 100 * NOISE["float32"], at=slice(1, 2))
     found = look(RUNS | {"step": step}, cause="rope_theta 10000")
-    assert (found.outcome, found.plan, found.layer, found.tap, found.head) == ("located", "step", 1, "keys", 1)
+    assert (found.outcome, found.plan, found.layer, found.tap, found.head) == (
+        "located",
+        "step",
+        1,
+        "keys",
+        1,
+    )
     assert found.cause == "rope_theta 10000"
     assert found.hint is not None
     assert found.hint.startswith("in layer 1 or behind the keys and values of layer 0")
@@ -67,10 +74,15 @@ def test_one_stale_row_is_found_though_every_median_is_right() -> None:
 
 
 def test_logits_alone_wrong_point_behind_the_cache() -> None:
-    wrong = {name: changed(t, "logits", lambda a: a * np.float32(1.001)) for name, t in RUNS.items()}
+    wrong = {
+        name: changed(t, "logits", lambda a: a * np.float32(1.001)) for name, t in RUNS.items()
+    }
     found = look(wrong)
     assert (found.position, found.kind, found.layer) == (0, "a scale, an eps or weights", None)
-    assert found.hint == "the cache is within the noise in every layer: behind the last layer's keys and values, or the head"
+    assert (
+        found.hint
+        == "the cache is within the noise in every layer: behind the last layer's keys and values, or the head"
+    )
 
 
 def test_without_a_cache_the_position_must_do() -> None:
@@ -79,7 +91,9 @@ def test_without_a_cache_the_position_must_do() -> None:
     found = look({"full": full})
     assert (found.plan, found.position, found.kind) == ("full", 1, "RoPE or the mask")
     assert found.hint is not None
-    assert found.hint.endswith("points to RoPE or the mask (no keys and values of plan step to read the layer from)")
+    assert found.hint.endswith(
+        "points to RoPE or the mask (no keys and values of plan step to read the layer from)"
+    )
 
 
 def test_calls_of_several_tokens_that_are_noisier_are_named() -> None:
@@ -106,10 +120,14 @@ def test_an_error_that_grows_with_the_position_is_named() -> None:
     rng = np.random.default_rng(3)
 
     def grow(a: Array) -> Array:
-        a += (1e-4 * np.arange(len(a))[:, None] ** 2 * rng.standard_normal(a.shape)).astype(np.float32)
+        a += (1e-4 * np.arange(len(a))[:, None] ** 2 * rng.standard_normal(a.shape)).astype(
+            np.float32
+        )
         return a
 
-    found = look({name: changed(t, "logits", grow) for name, t in RUNS.items() if name != "prefixes"})
+    found = look(
+        {name: changed(t, "logits", grow) for name, t in RUNS.items() if name != "prefixes"}
+    )
     assert found.hint is not None
     assert found.hint.startswith("the error grows with the position")
 
@@ -157,11 +175,16 @@ def test_what_a_wrong_row_holds_is_said() -> None:
         held[0, row] = value
         return held
 
-    assert said(put(3, ROWS[0, 2])) == "row 3 of its keys in layer 0, head 0, is the truth's row 2: stale"
+    assert (
+        said(put(3, ROWS[0, 2]))
+        == "row 3 of its keys in layer 0, head 0, is the truth's row 2: stale"
+    )
     lost = "row 2 of its keys in layer 0, head 0, is the truth's row 3: a token was lost or moved before it"
     assert said(np.delete(ROWS, 2, axis=1)) == lost
     assert said(ROWS[:, :5]) == "row 5 of its keys in layer 0, head 0, is missing"
     assert said(put(4, np.zeros(4))) == "row 4 of its keys in layer 0, head 0, is empty"
     for dtype in ("float32", "float16", "bfloat16"):
         assert said(put(1, hints.rounded(ROWS[0, 1], dtype))).endswith(f"is rounded to {dtype}")
-    assert said(put(0, ROWS[0, 0] + 1)).endswith("is none of the truth's rows: overwritten, or written for another position")
+    assert said(put(0, ROWS[0, 0] + 1)).endswith(
+        "is none of the truth's rows: overwritten, or written for another position"
+    )

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from synthetic import make_case, texts
 
-from mlxkv.judge.locate import Located, Strip, TapRow
-from mlxkv.report import locate as report
+from mlxkv.commands.locate import page as report
+from mlxkv.commands.locate.place import Located, Strip, TapRow
 from mlxkv.report.plots import heat_strip
 
 MANIFEST = make_case().manifest
@@ -106,15 +106,22 @@ mlxkv locate
 
 
 def words(svg: str) -> list[str]:
-    return ["".join(e.itertext()).strip() for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(e.itertext()).strip()
+        for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def test_the_terminal_shows_the_place_then_the_taps_then_one_line() -> None:
-    assert report.console(FOUND, MANIFEST, engine="mlxkv", layers=2, report="out/locate.md") == CONSOLE
+    assert (
+        report.console(FOUND, MANIFEST, engine="mlxkv", layers=2, report="out/locate.md") == CONSOLE
+    )
 
 
 def test_the_markdown_stands_whole() -> None:
-    made = report.markdown(FOUND, MANIFEST, engine="mlxkv", layers=2, commands=["mlxkv locate"], svg="locate.svg")
+    made = report.markdown(
+        FOUND, MANIFEST, engine="mlxkv", layers=2, commands=["mlxkv locate"], svg="locate.svg"
+    )
     assert made.split("\n- **isolated**")[0].rstrip() + "\n" == MARKDOWN
 
 
@@ -127,32 +134,52 @@ def test_on_a_right_run_it_says_that_nothing_stands_out() -> None:
 
 
 def test_what_cannot_be_told_gives_every_reason_once() -> None:
-    text = report.console(Located("cannot tell", reasons=("one", "two")), MANIFEST, engine="x", layers=2)
+    text = report.console(
+        Located("cannot tell", reasons=("one", "two")), MANIFEST, engine="x", layers=2
+    )
     assert text == "tiny (random)  float32  x\n\ncannot tell: two\ncannot tell: one\n"
 
 
 def test_how_many_layers_are_wrong_and_whether_every_head_is() -> None:
-    told = dict(report.facts(replace(FOUND, layers=(1, 2), head=None, heads=(0, 1)), MANIFEST, layers=3))
-    assert (told["layer"], told["heads"]) == ("1 (2 of 3 layers are wrong by themselves)", "0, 1 (every one)")
+    told = dict(
+        report.facts(replace(FOUND, layers=(1, 2), head=None, heads=(0, 1)), MANIFEST, layers=3)
+    )
+    assert (told["layer"], told["heads"]) == (
+        "1 (2 of 3 layers are wrong by themselves)",
+        "0, 1 (every one)",
+    )
     told = dict(report.facts(replace(FOUND, layers=(1, 2)), MANIFEST, layers=2))
     assert told["layer"] == "1 (every layer is wrong by itself)"
     told = dict(report.facts(replace(FOUND, layer=None, tap=None, heads=()), MANIFEST, layers=2))
-    assert (told["layer"], told["position"]) == ("-", '8 " t8", the first wrong of 24: a stale or lost cache row')
+    assert (told["layer"], told["position"]) == (
+        "-",
+        '8 " t8", the first wrong of 24: a stale or lost cache row',
+    )
 
 
 def test_the_strip_is_the_same_file_for_the_same_numbers_without_a_date_or_a_picture() -> None:
     values = tuple(tuple(10.0 ** -(layer + p % 7) for p in range(24)) for layer in range(3))
-    first, second = (heat_strip(Strip("hidden state", 1e-12, values), texts=texts(), at=(1, 8), title="SmolLM2") for _ in range(2))
+    first, second = (
+        heat_strip(Strip("hidden state", 1e-12, values), texts=texts(), at=(1, 8), title="SmolLM2")
+        for _ in range(2)
+    )
     assert first == second
     assert "<dc:date>" not in first
     assert "<image" not in first
-    assert [e for e in ("SmolLM2", "layer", "limit 1e-12", "1e-17", '" is" 4', "token and position") if e not in words(first)] == []
+    assert [
+        e
+        for e in ("SmolLM2", "layer", "limit 1e-12", "1e-17", '" is" 4', "token and position")
+        if e not in words(first)
+    ] == []
 
 
 def test_the_strip_takes_zeros_huge_numbers_and_none() -> None:
     svg = heat_strip(Strip("x", 1e-12, ((0.0, None, 1e300), (1e-20, 1.0, None))))
     assert "position" in words(svg)
-    assert "#000000" not in [cell.get("fill") for cell in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")]
+    assert "#000000" not in [
+        cell.get("fill")
+        for cell in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")
+    ]
 
 
 def test_a_long_sequence_shares_columns_and_shows_the_largest_of_each() -> None:

@@ -12,9 +12,26 @@ from synthetic import meta, plans
 
 from mlxkv.judge.delta import Figures, Pair, Run, Tables
 from mlxkv.judge.result import Control, FirstWrong, Gate, Subject, Verdict
-from mlxkv.report.markdown import Continuation, compare_report, console_report, oracle_side, sentence, side
-from mlxkv.report.text import clip, code, columns, headroom, markdown_table, ordered, power, quoted, where
-from oracle.trace import Manifest
+from mlxkv.report.page import (
+    Continuation,
+    compare_report,
+    console_report,
+    oracle_side,
+    sentence,
+    side,
+)
+from mlxkv.report.text import (
+    clip,
+    code,
+    columns,
+    headroom,
+    markdown_table,
+    ordered,
+    power,
+    quoted,
+    where,
+)
+from oracle.formats.run_folder import Manifest
 
 MANIFEST = Manifest(
     source="default",
@@ -54,12 +71,17 @@ VERDICT = Verdict(
         Gate("decisive flips", "logits", "step", 0.0, 0.0),
         Gate("keys worst row", "cache", "step", math.nan, 50.0, reason="not run: no keys in trace"),
     ),
-    controls=(Control("sdpa-step, held out", "agree", True, 1.02, 8.0), Control("sdpa-step times 1.001", "differ", True, 812.3, 8.0)),
+    controls=(
+        Control("sdpa-step, held out", "agree", True, 1.02, 8.0),
+        Control("sdpa-step times 1.001", "differ", True, 812.3, 8.0),
+    ),
     notes=("limits not calibrated on this device (macos gpu)",),
     figures=(Figures("step", 24, 8.1e-5, 1.65e-5, -104.26, 1 - 2.5e-12, 1.31e-11, 24, 23),),
     tables=Tables(
         cached=(
-            Pair(Run("transformers", "step"), THEIRS, 5.2e-5, 1.0e-5, 2.0e-5, 9.7e-6, 20, 20, 38.246),
+            Pair(
+                Run("transformers", "step"), THEIRS, 5.2e-5, 1.0e-5, 2.0e-5, 9.7e-6, 20, 20, 38.246
+            ),
             Pair(PORT, THEIRS, 8.1e-5, 3.0e-5, 4.0e-5, 1.65e-5, 20, 20, 38.246),
             Pair(PORT, Run("transformers", "step"), 7.7e-5, 3.0e-5, 4.0e-5, 1.5e-5, 19, 20, 38.246),
         ),
@@ -67,12 +89,22 @@ VERDICT = Verdict(
     ),
     distinct=5,
 )
-ENVIRONMENT = {"os": "Linux 6", "mlx": "0.32.4", "blas": "OpenBLAS (libopenblas.so.0)", "threads": 2}
-SIDES = (side(replace(meta(plans()["step"]), engine="mlxkv", environment=ENVIRONMENT)), oracle_side(MANIFEST))
+ENVIRONMENT = {
+    "os": "Linux 6",
+    "mlx": "0.32.4",
+    "blas": "OpenBLAS (libopenblas.so.0)",
+    "threads": 2,
+}
+SIDES = (
+    side(replace(meta(plans()["step"]), engine="mlxkv", environment=ENVIRONMENT)),
+    oracle_side(MANIFEST),
+)
 
 
 def test_the_terminal_shows_it_whole() -> None:
-    assert console_report(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
+    assert (
+        console_report(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
+    )
 
 
 def test_the_markdown_holds_it_whole() -> None:
@@ -91,7 +123,11 @@ def test_the_markdown_holds_it_whole() -> None:
 
 
 def test_the_same_verdict_gives_the_same_text() -> None:
-    texts = {console_report(VERDICT, MANIFEST, sides=SIDES) + compare_report(VERDICT, MANIFEST, sides=SIDES, commands=[]) for _ in range(3)}
+    texts = {
+        console_report(VERDICT, MANIFEST, sides=SIDES)
+        + compare_report(VERDICT, MANIFEST, sides=SIDES, commands=[])
+        for _ in range(3)
+    }
     assert len(texts) == 1
 
 
@@ -119,7 +155,15 @@ def test_a_difference_names_its_gates_and_the_first_wrong_position() -> None:
 
 
 def test_a_doubt_says_why() -> None:
-    doubt = replace(VERDICT, outcome="cannot tell", gates=(), controls=(), tables=Tables(), notes=(), reasons=("a: wrong", "b: wrong"))
+    doubt = replace(
+        VERDICT,
+        outcome="cannot tell",
+        gates=(),
+        controls=(),
+        tables=Tables(),
+        notes=(),
+        reasons=("a: wrong", "b: wrong"),
+    )
     assert sentence(doubt) == "cannot tell: a: wrong (and 1 more)"
     assert sentence(replace(doubt, reasons=())) == "cannot tell: no gate could run"
     assert console_report(doubt, MANIFEST, sides=SIDES).splitlines()[2:] == [
@@ -132,7 +176,9 @@ def test_a_doubt_says_why() -> None:
 
 
 def test_a_prompt_of_one_token_given_as_ids_has_no_chunked_proof() -> None:
-    one = replace(MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"})
+    one = replace(
+        MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"}
+    )
     assert console_report(VERDICT, one, sides=SIDES).splitlines()[1] == (
         '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-8'
     )
@@ -158,13 +204,22 @@ def test_value_and_limit_are_shown_so_that_they_can_be_ordered(value: float, lim
         (3.0, 0.0, ("3", "0")),
     ],
 )
-def test_numbers_have_as_many_digits_as_it_takes(value: float, limit: float, shown: tuple[str, str]) -> None:
+def test_numbers_have_as_many_digits_as_it_takes(
+    value: float, limit: float, shown: tuple[str, str]
+) -> None:
     assert ordered(value, limit) == shown
 
 
 def test_headroom_is_how_often_the_value_fits() -> None:
     values = [1.02e-13, 1.71, 100.0, 5e5, 0.0, math.nan]
-    assert [headroom(Gate("g", "logits", "step", v, 8.0)) for v in values] == ["78431372549020x", "4.7x", "0.08x", "<0.01x", "-", "-"]
+    assert [headroom(Gate("g", "logits", "step", v, 8.0)) for v in values] == [
+        "78431372549020x",
+        "4.7x",
+        "0.08x",
+        "<0.01x",
+        "-",
+        "-",
+    ]
 
 
 def test_a_place_is_told_as_far_as_it_is_known() -> None:
@@ -177,15 +232,32 @@ def test_a_place_is_told_as_far_as_it_is_known() -> None:
 
 def test_no_text_can_steer_a_terminal_or_break_a_table() -> None:
     assert quoted("a\x1b[2J\u202e\u2028é日") == '"a\\u001b[2J\\u202e\\u2028é日"'
-    assert [code(t) for t in ("a|b", "a`b", "`", "a``b")] == ["`a\\|b`", "``a`b``", "`` ` ``", "```a``b```"]
+    assert [code(t) for t in ("a|b", "a`b", "`", "a``b")] == [
+        "`a\\|b`",
+        "``a`b``",
+        "`` ` ``",
+        "```a``b```",
+    ]
     assert clip("abcdefgh", 8) == "abcdefgh"
     assert clip("abcdefghi", 8) == "abcde..."
-    assert [power(5.5e-8), power(1e-13), power(1.24e-100, digits=2)] == ["6e-8", "1e-13", "1.2e-100"]
+    assert [power(5.5e-8), power(1e-13), power(1.24e-100, digits=2)] == [
+        "6e-8",
+        "1e-13",
+        "1.2e-100",
+    ]
 
 
 def test_tables_are_aligned_in_their_source() -> None:
-    assert columns(("name", "n"), [("a", "100"), ("long name", "2")], left={0}) == ["name         n", "a          100", "long name    2"]
-    assert markdown_table(("a", "number"), [("long", "2")], left={0}) == ["| a    | number |", "| ---- | -----: |", "| long |      2 |"]
+    assert columns(("name", "n"), [("a", "100"), ("long name", "2")], left={0}) == [
+        "name         n",
+        "a          100",
+        "long name    2",
+    ]
+    assert markdown_table(("a", "number"), [("long", "2")], left={0}) == [
+        "| a    | number |",
+        "| ---- | -----: |",
+        "| long |      2 |",
+    ]
 
 
 CONSOLE = """\

@@ -20,8 +20,9 @@ from mlxkv.engines import port
 from mlxkv.engines.job import Job
 from mlxkv.engines.mlx_lm import prompt_cache
 from mlxkv.port.weights import load
-from oracle import trace
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
+from oracle.formats import trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 
 TOKENS = [3, 7, 11, 2, 19]
 SEQUENCE = models.SEQUENCE
@@ -33,13 +34,27 @@ def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 def mlxkv(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
 
 
 def asked(folder: Path, out: Path) -> Path:
     """The oracle's run folder of a model."""
     ids = ",".join(map(str, SEQUENCE))
-    command = ["oracle", "run", str(folder), "--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
+    command = [
+        "oracle",
+        "run",
+        str(folder),
+        "--tokens",
+        ids,
+        "--prompt-tokens",
+        "5",
+        "--steps",
+        "0",
+        "--out",
+        str(out),
+    ]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
     return out
 
@@ -52,9 +67,19 @@ def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
     return to
 
 
-def follow(folder: Path, out: Path, *plans: Plan, cache: str = "KVCache", dtype: str = "float32") -> dict[str, trace.Trace]:
+def follow(
+    folder: Path, out: Path, *plans: Plan, cache: str = "KVCache", dtype: str = "float32"
+) -> dict[str, trace.Trace]:
     """The traces that mlx-lm's process leaves, by plan."""
-    job = Job(str(folder), plans, out, dtype, dtype, "cpu", caches=dict.fromkeys((plan.name for plan in plans), cache))
+    job = Job(
+        str(folder),
+        plans,
+        out,
+        dtype,
+        dtype,
+        "cpu",
+        caches=dict.fromkeys((plan.name for plan in plans), cache),
+    )
     with job.begin("mlxkv.engines.mlx_lm") as process:
         job.end(process)
     return {plan.name: trace.read(job.trace(plan)) for plan in plans}
@@ -86,21 +111,41 @@ MISUSE = Plan(
 
 
 @pytest.fixture(scope="module")
-def kept(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, trace.Trace]]:
+def kept(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, trace.Trace]]:
     """The misuse plan and the judged ones, on each of mlx-lm's caches."""
     plans = [MISUSE, *judged_plans(SEQUENCE, prompt=5).values()]
     caches = ("KVCache", "ConcatenateKVCache", "RotatingKVCache:6")
-    return {cache: follow(folder_of("gqa"), tmp_path_factory.mktemp("jobs"), *plans, cache=cache) for cache in caches}
+    return {
+        cache: follow(folder_of("gqa"), tmp_path_factory.mktemp("jobs"), *plans, cache=cache)
+        for cache in caches
+    }
 
 
-def test_a_trace_says_whose_it_is(kept: dict[str, dict[str, trace.Trace]], folder_of: Callable[[str], Path]) -> None:
-    from oracle.checkpoint import resolve
+def test_a_trace_says_whose_it_is(
+    kept: dict[str, dict[str, trace.Trace]], folder_of: Callable[[str], Path]
+) -> None:
+    from oracle.model.checkpoint import resolve
 
     meta, checkpoint = kept["RotatingKVCache:6"]["step"].meta, resolve(str(folder_of("gqa")))
-    assert (meta.engine, meta.dtype, meta.weights_dtype, meta.device) == ("mlx-lm", "float32", "float32", "cpu")
-    assert (meta.fingerprint, meta.config_digest) == (checkpoint.fingerprint, checkpoint.config_digest)
-    assert {"mlx", "mlx-lm", "transformers", "blas", "os", "MLX_ENABLE_TF32"} <= set(meta.environment)
-    assert (meta.environment["mlx-lm"], meta.environment["cache"]) == (meta.engine_version, "RotatingKVCache:6")
+    assert (meta.engine, meta.dtype, meta.weights_dtype, meta.device) == (
+        "mlx-lm",
+        "float32",
+        "float32",
+        "cpu",
+    )
+    assert (meta.fingerprint, meta.config_digest) == (
+        checkpoint.fingerprint,
+        checkpoint.config_digest,
+    )
+    assert {"mlx", "mlx-lm", "transformers", "blas", "os", "MLX_ENABLE_TF32"} <= set(
+        meta.environment
+    )
+    assert (meta.environment["mlx-lm"], meta.environment["cache"]) == (
+        meta.engine_version,
+        "RotatingKVCache:6",
+    )
 
 
 def test_every_judged_plan_has_the_ports_positions_steps_and_cache(
@@ -119,21 +164,29 @@ def errors(found: trace.Trace) -> dict[int, str]:
     return {i: o.error for i, o in enumerate(found.meta.outcomes) if o.error is not None}
 
 
-def test_what_mlx_lm_cannot_express_is_its_steps_error(kept: dict[str, dict[str, trace.Trace]]) -> None:
+def test_what_mlx_lm_cannot_express_is_its_steps_error(
+    kept: dict[str, dict[str, trace.Trace]],
+) -> None:
     says = "cannot be expressed: index_pos {} with {} tokens cached, as mlx-lm takes the position from its cache"
     too_long = "crop: length is 6, expected at most the 5 tokens cached"
     expected = {5: says.format(0, 7), 7: too_long, 13: says.format(5, 0), 17: says.format(0, 5)}
     assert errors(kept["KVCache"]["misuse"]) == expected
     assert errors(kept["ConcatenateKVCache"]["misuse"]) == expected
     rotating = errors(kept["RotatingKVCache:6"]["misuse"])
-    assert rotating[6] == "cannot be expressed: trim_prompt_cache trimmed 0 of 2 tokens from a RotatingKVCache:6"
+    assert (
+        rotating[6]
+        == "cannot be expressed: trim_prompt_cache trimmed 0 of 2 tokens from a RotatingKVCache:6"
+    )
     assert rotating[8] == says.format(5, 7)
 
 
 def test_clone_crop_and_reset_are_what_users_do(kept: dict[str, dict[str, trace.Trace]]) -> None:
     found = kept["KVCache"]["misuse"]
     steps = {step: found.logits[np.asarray(found.arrays["steps"]) == step] for step in range(18)}
-    positions = {step: found.positions[np.asarray(found.arrays["steps"]) == step].tolist() for step in range(18)}
+    positions = {
+        step: found.positions[np.asarray(found.arrays["steps"]) == step].tolist()
+        for step in range(18)
+    }
     assert positions[3] == [5, 6]
     assert positions[4] == positions[8] == [5]
     # The clone knows nothing of what came into the original after it, and nothing is left of what was cropped.
@@ -149,7 +202,9 @@ def test_clone_crop_and_reset_are_what_users_do(kept: dict[str, dict[str, trace.
     assert positions[15] == list(range(8))
 
 
-def test_a_trimmed_concatenating_cache_brings_its_tokens_back(kept: dict[str, dict[str, trace.Trace]]) -> None:
+def test_a_trimmed_concatenating_cache_brings_its_tokens_back(
+    kept: dict[str, dict[str, trace.Trace]],
+) -> None:
     # mlx-lm 0.32.2: trim moves the counter and not the arrays.
     plain, concatenating = kept["KVCache"]["misuse"], kept["ConcatenateKVCache"]["misuse"]
     rows = np.asarray(plain.arrays["steps"]) == 8
@@ -165,9 +220,14 @@ def test_a_rotating_cache_keeps_its_size(kept: dict[str, dict[str, trace.Trace]]
     assert np.abs(found[0][:, :4] - full[0][:, :4]).max() < 1e-3  # the first four are kept
 
 
-@pytest.mark.parametrize("cache", ["DynamicCache", "RotatingKVCache", "KVCache:6", "RotatingKVCache:x"])
+@pytest.mark.parametrize(
+    "cache", ["DynamicCache", "RotatingKVCache", "KVCache:6", "RotatingKVCache:x"]
+)
 def test_another_cache_is_refused(cache: str) -> None:
-    with pytest.raises(Refusal, match=f"^cache: {cache!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE$"):
+    with pytest.raises(
+        Refusal,
+        match=f"^cache: {cache!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE$",
+    ):
         prompt_cache(None, cache)
 
 
@@ -176,21 +236,34 @@ def test_half_precision_and_last_rows(folder_of: Callable[[str], Path], tmp_path
     found = follow(folder_of("gqa"), tmp_path, plan, dtype="bfloat16")["p"]
     assert found.positions.tolist() == [4, 5]
     assert found.logits.dtype == np.float32
-    assert np.array_equal(found.logits.view(np.uint32) & 0xFFFF, np.zeros_like(found.logits, np.uint32))
+    assert np.array_equal(
+        found.logits.view(np.uint32) & 0xFFFF, np.zeros_like(found.logits, np.uint32)
+    )
 
 
 @pytest.mark.parametrize("layout", ["gqa", "llama3"])
 def test_mlx_lm_agrees_on_a_config_that_it_reads(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
-    done = compare(folder_of(layout), "--engine", "mlx-lm", "--oracle", oracle_of(layout), "--out", tmp_path)
+    done = compare(
+        folder_of(layout), "--engine", "mlx-lm", "--oracle", oracle_of(layout), "--out", tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"mlx-lm: agree (logits, cache)    report: {tmp_path / 'compare.md'}"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"mlx-lm: agree (logits, cache)    report: {tmp_path / 'compare.md'}"
+    )
     assert "  mlx-lm 0." in done.stdout.splitlines()[0]
     verdict = json.loads((tmp_path / "compare.json").read_text())
-    assert (verdict["subject"]["engine"], verdict["scopes"], verdict["cause"]) == ("mlx-lm", ["logits", "cache"], None)
+    assert (verdict["subject"]["engine"], verdict["scopes"], verdict["cause"]) == (
+        "mlx-lm",
+        ["logits", "cache"],
+        None,
+    )
     assert sorted(verdict["environment"]) == ["mlx-lm", "oracle"]
-    assert [g["reason"] for g in verdict["gates"] if not g["ran"]] == ["not run: no float64 run of this engine"]
+    assert [g["reason"] for g in verdict["gates"] if not g["ran"]] == [
+        "not run: no float64 run of this engine"
+    ]
     report = (tmp_path / "compare.md").read_text()
     assert report.startswith("# mlx-lm against transformers: ")
     assert " port" not in report
@@ -204,14 +277,23 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     folder = models.save(tmp_path / "model", config)
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     ids = ["--tokens", "3,7,11,2,19", "--steps", "6", "--json"]
-    first, second = (compare(folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env) for _ in range(2))
+    first, second = (
+        compare(folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
+        for _ in range(2)
+    )
     assert first.returncode == 1, first.stderr
     verdict = json.loads(first.stdout)
-    assert (verdict["outcome"], verdict["cause"]["words"]) == ("differ", "rope_theta 10000 instead of 100000")
+    assert (verdict["outcome"], verdict["cause"]["words"]) == (
+        "differ",
+        "rope_theta 10000 instead of 100000",
+    )
     assert verdict["cause"]["sigma"] < 3
     # What each engine took from the config stands in the report.
     said = verdict["environment"]
-    assert [said[who]["rope"] for who in ("mlx-lm", "oracle")] == ["default, theta 10000", "default, theta 100000"]
+    assert [said[who]["rope"] for who in ("mlx-lm", "oracle")] == [
+        "default, theta 10000",
+        "default, theta 100000",
+    ]
     assert sorted(verdict["took"]) == ["mlx-lm", "oracle", "suspects"]
     assert verdict["took"]["mlx-lm"]["forward"] > 0
     # What was computed for it is used again.
@@ -229,7 +311,13 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     found = mlxkv("locate", folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
     assert found.returncode == 1, found.stderr
     place = json.loads(found.stdout)
-    assert [place[key] for key in ("engine", "position", "layer", "tap", "kind")] == ["mlx-lm", 1, 0, "keys", "RoPE or the mask"]
+    assert [place[key] for key in ("engine", "position", "layer", "tap", "kind")] == [
+        "mlx-lm",
+        1,
+        0,
+        "keys",
+        "RoPE or the mask",
+    ]
     assert place["cause"].startswith(line)
 
 
@@ -238,10 +326,20 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     [
         ("gqa", "port", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-6 instead of 1e-5"),
         ("mha", "port", {"rope_theta": 500000.0}, "rope_theta 500000 instead of 10000"),
-        ("mha", "mlx-lm", {"rope_traditional": True}, "interleaved RoPE: pairs (2i, 2i + 1) turned instead of split halves"),
+        (
+            "mha",
+            "mlx-lm",
+            {"rope_traditional": True},
+            "interleaved RoPE: pairs (2i, 2i + 1) turned instead of split halves",
+        ),
         ("llama3", "port", {"rope_scaling": None}, "RoPE scaling lost: the type is default"),
         # mlx-lm ties the head where the config does not say; transformers does not.
-        ("gqa", "mlx-lm", {"tie_word_embeddings": None}, "lm_head tied to the embedding, its own weights lost"),
+        (
+            "gqa",
+            "mlx-lm",
+            {"tie_word_embeddings": None},
+            "lm_head tied to the embedding, its own weights lost",
+        ),
     ],
 )
 def test_a_planted_mistake_is_named(
@@ -253,16 +351,24 @@ def test_a_planted_mistake_is_named(
     changes: dict[str, Any],
     words: str,
 ) -> None:
-    config = {key: value for key, value in models.config(layout, **changes).items() if value is not None}
+    config = {
+        key: value for key, value in models.config(layout, **changes).items() if value is not None
+    }
     other = with_config(folder_of(layout), tmp_path / "other", config)
-    done = compare(other, "--engine", engine, "--oracle", oracle_of(layout), "--out", tmp_path / "out")
+    done = compare(
+        other, "--engine", engine, "--oracle", oracle_of(layout), "--out", tmp_path / "out"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"\ncause: looks like {words} (sigma " in done.stdout
 
 
 @pytest.mark.parametrize(("to", "bits"), [("float16", None), ("bfloat16", 0xFFFF0000)])
 def test_rounded_weights_of_a_third_engine_are_named(
-    folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path, to: str, bits: int | None
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Path],
+    tmp_path: Path,
+    to: str,
+    bits: int | None,
 ) -> None:
     weights = models.weights(models.config("gqa"))
     for name, array in weights.items():
@@ -271,15 +377,35 @@ def test_rounded_weights_of_a_third_engine_are_named(
                 weights[name] = array.astype(np.float16).astype(np.float32)
             else:  # round to nearest even: add half of what is cut, and the last bit kept
                 raw = array.view(np.uint32)
-                weights[name] = ((raw + 0x7FFF + ((raw >> 16) & 1)) & np.uint32(bits)).view(np.float32)
+                weights[name] = ((raw + 0x7FFF + ((raw >> 16) & 1)) & np.uint32(bits)).view(
+                    np.float32
+                )
     rounded = load(models.save(tmp_path / "rounded", models.config("gqa"), weights), "float32")
     found = port.run(rounded, judged_plans(SEQUENCE, prompt=5)["step"])
-    trace.write(tmp_path / "third.safetensors", replace(found.meta, engine="third", fingerprint=None), found.arrays)
-    done = compare(folder_of("gqa"), "--oracle", oracle_of("gqa"), "--candidate", tmp_path / "third.safetensors", "--out", tmp_path / "out")
+    trace.write(
+        tmp_path / "third.safetensors",
+        replace(found.meta, engine="third", fingerprint=None),
+        found.arrays,
+    )
+    done = compare(
+        folder_of("gqa"),
+        "--oracle",
+        oracle_of("gqa"),
+        "--candidate",
+        tmp_path / "third.safetensors",
+        "--out",
+        tmp_path / "out",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"\nthird: cause: looks like mlp weights rounded to {to} (sigma " in done.stdout
-    assert f" It looks like mlp weights rounded to {to} (sigma " in (tmp_path / "out" / "compare.md").read_text()
-    assert json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["cause"]["name"] == f"{to}-mlp"
+    assert (
+        f" It looks like mlp weights rounded to {to} (sigma "
+        in (tmp_path / "out" / "compare.md").read_text()
+    )
+    assert (
+        json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["cause"]["name"]
+        == f"{to}-mlp"
+    )
 
 
 def test_rows_of_q_and_k_in_pairs_order_are_named(
@@ -287,15 +413,37 @@ def test_rows_of_q_and_k_in_pairs_order_are_named(
 ) -> None:
     weights = models.weights(models.config("gqa"))
     for name, array in weights.items():
-        if "q_proj" in name or "k_proj" in name:  # each head's rows 0, d/2, 1, d/2 + 1, ..., as GGUF and Meta store them
+        if (
+            "q_proj" in name or "k_proj" in name
+        ):  # each head's rows 0, d/2, 1, d/2 + 1, ..., as GGUF and Meta store them
             head_dim = models.config("gqa")["head_dim"]
-            weights[name] = array.reshape(-1, 2, head_dim // 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape).copy()
+            weights[name] = (
+                array.reshape(-1, 2, head_dim // 2, array.shape[-1])
+                .swapaxes(1, 2)
+                .reshape(array.shape)
+                .copy()
+            )
     paired = load(models.save(tmp_path / "paired", models.config("gqa"), weights), "float32")
     found = port.run(paired, judged_plans(SEQUENCE, prompt=5)["full"])
-    trace.write(tmp_path / "third.safetensors", replace(found.meta, engine="third", fingerprint=None), found.arrays)
-    done = compare(folder_of("gqa"), "--oracle", oracle_of("gqa"), "--candidate", tmp_path / "third.safetensors", "--out", tmp_path / "out")
+    trace.write(
+        tmp_path / "third.safetensors",
+        replace(found.meta, engine="third", fingerprint=None),
+        found.arrays,
+    )
+    done = compare(
+        folder_of("gqa"),
+        "--oracle",
+        oracle_of("gqa"),
+        "--candidate",
+        tmp_path / "third.safetensors",
+        "--out",
+        tmp_path / "out",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "\nthird: cause: looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... " in done.stdout
+    assert (
+        "\nthird: cause: looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... "
+        in done.stdout
+    )
     third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
     assert third["first_wrong"]["position"] == 1
 
@@ -303,7 +451,9 @@ def test_rows_of_q_and_k_in_pairs_order_are_named(
 def test_a_mistake_that_is_none_of_them_is_not_explained(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    other = with_config(folder_of("gqa"), tmp_path / "other", models.config("gqa", rope_theta=11000.0))
+    other = with_config(
+        folder_of("gqa"), tmp_path / "other", models.config("gqa", rope_theta=11000.0)
+    )
     done = compare(other, "--oracle", oracle_of("gqa"), "--out", tmp_path / "out")
     assert done.returncode == 1
     assert "\nnote: none of 15 usual suspects explains the difference\n" in done.stdout
@@ -314,9 +464,7 @@ def hidden(package: str, room: Path) -> str:
     """A PYTHONPATH under which a package cannot be imported."""
     room.mkdir()
     text = "import sys\nclass Hide:\n    def find_spec(self, name, path=None, target=None):\n"
-    text += (
-        f"        if name.split('.')[0] == {package!r}:\n            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
-    )
+    text += f"        if name.split('.')[0] == {package!r}:\n            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
     (room / "sitecustomize.py").write_text(f"{text}sys.meta_path.insert(0, Hide())\n")
     return os.pathsep.join([str(room), os.environ.get("PYTHONPATH", "")])
 
@@ -324,21 +472,30 @@ def hidden(package: str, room: Path) -> str:
 def test_without_torch_the_cause_is_not_looked_for(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    other = with_config(folder_of("gqa"), tmp_path / "other", models.config("gqa", rms_norm_eps=1e-6))
+    other = with_config(
+        folder_of("gqa"), tmp_path / "other", models.config("gqa", rms_norm_eps=1e-6)
+    )
     env = {"PYTHONPATH": hidden("torch", tmp_path / "hide"), "MLXKV_CACHE": str(tmp_path / "cache")}
     done = compare(other, "--oracle", oracle_of("gqa"), "--out", tmp_path / "out", **env)
     assert done.returncode == 1, done.stderr
     assert "\nnote: the cause was not looked for: torch is not installed\n" in done.stdout
-    assert "- the cause was not looked for: torch is not installed" in (tmp_path / "out" / "compare.md").read_text()
+    assert (
+        "- the cause was not looked for: torch is not installed"
+        in (tmp_path / "out" / "compare.md").read_text()
+    )
 
 
-def test_without_the_oracles_own_model_the_verdict_stands(oracle_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_the_oracles_own_model_the_verdict_stands(
+    oracle_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     gone = models.save(tmp_path / "gone", models.config("mha"))
     answer = asked(gone, tmp_path / "answer")
     other = tmp_path / "other"
     shutil.move(gone, other)
     (other / "config.json").write_text(json.dumps(models.config("mha", rms_norm_eps=1e-6)))
-    done = compare(other, "--oracle", answer, "--out", tmp_path / "out", MLXKV_CACHE=str(tmp_path / "cache"))
+    done = compare(
+        other, "--oracle", answer, "--out", tmp_path / "out", MLXKV_CACHE=str(tmp_path / "cache")
+    )
     assert done.returncode == 1, done.stderr
     assert f"\nnote: the cause was not looked for: {str(gone)!r}: no such folder" in done.stdout
 
@@ -351,12 +508,22 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 
 def test_an_unknown_engine_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    refused(compare(folder_of("gqa"), "--engine", "mlx_lm", "--out", tmp_path), "--engine: 'mlx_lm', expected port or mlx-lm")
+    refused(
+        compare(folder_of("gqa"), "--engine", "mlx_lm", "--out", tmp_path),
+        "--engine: 'mlx_lm', expected port or mlx-lm",
+    )
 
 
-def test_mlx_lm_that_is_not_there_is_refused_before_the_oracle_is_asked(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    env = {"PYTHONPATH": hidden("mlx_lm", tmp_path / "hide"), "MLXKV_CACHE": str(tmp_path / "cache")}
-    done = compare(folder_of("gqa"), "--tokens", "1,2", "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
+def test_mlx_lm_that_is_not_there_is_refused_before_the_oracle_is_asked(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    env = {
+        "PYTHONPATH": hidden("mlx_lm", tmp_path / "hide"),
+        "MLXKV_CACHE": str(tmp_path / "cache"),
+    }
+    done = compare(
+        folder_of("gqa"), "--tokens", "1,2", "--engine", "mlx-lm", "--out", tmp_path / "out", **env
+    )
     refused(done, "mlx-lm is not installed: pip install 'mlxkv[port]'")
     assert not (tmp_path / "cache" / "oracle").exists()
 
@@ -366,16 +533,31 @@ def test_mlx_lm_that_cannot_be_imported_is_refused(
 ) -> None:
     (tmp_path / "broken" / "mlx_lm").mkdir(parents=True)
     (tmp_path / "broken" / "mlx_lm" / "__init__.py").write_text("import not_there\n")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])}
-    done = compare(folder_of("gqa"), "--engine", "mlx-lm", "--oracle", oracle_of("gqa"), "--out", tmp_path / "out", **env)
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
+    }
+    done = compare(
+        folder_of("gqa"),
+        "--engine",
+        "mlx-lm",
+        "--oracle",
+        oracle_of("gqa"),
+        "--out",
+        tmp_path / "out",
+        **env,
+    )
     refused(done, "mlx-lm cannot be imported (No module named 'not_there'): pip install")
 
 
 def test_a_model_that_mlx_lm_cannot_load_is_refused(
     folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    other = with_config(folder_of("gqa"), tmp_path / "other", models.config("gqa", model_file="own.py"))
-    done = compare(other, "--engine", "mlx-lm", "--oracle", oracle_of("gqa"), "--out", tmp_path / "out")
+    other = with_config(
+        folder_of("gqa"), tmp_path / "other", models.config("gqa", model_file="own.py")
+    )
+    done = compare(
+        other, "--engine", "mlx-lm", "--oracle", oracle_of("gqa"), "--out", tmp_path / "out"
+    )
     refused(done, str(other), "mlx-lm cannot load it", "own.py")
     assert not (tmp_path / "out").exists()
 

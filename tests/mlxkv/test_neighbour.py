@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mlxkv import session
+from mlxkv.commands.compare import session
+from mlxkv.commands.locate.place import locate
 from mlxkv.judge import mean, measure
 from mlxkv.judge.case import by_plan, read_case
-from mlxkv.judge.locate import locate
 from mlxkv.judge.result import Gate, Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.report import markdown
+from mlxkv.report import page as markdown
 from mlxkv.testing import assert_agrees
-from oracle import trace
-from oracle.plan import Refusal
-from oracle.process import alone
+from oracle.formats import run_folder, trace
+from oracle.formats.disk import alone
+from oracle.formats.errors import Refusal
 
 MAKER = Path(__file__).parent.parent / "oracle" / "neighbours.py"
 FIVE = ("qwen2", "qwen3", "mistral", "gemma2", "phi3")
@@ -52,7 +52,9 @@ def made(room: Path) -> Path:
     place = room / "neighbours"
     with alone(room / "neighbours.lock", waiting=lambda: None):
         if not (place / "runs" / "windowed" / "manifest.json").exists():
-            subprocess.run([sys.executable, str(MAKER), str(place)], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, str(MAKER), str(place)], check=True, capture_output=True
+            )
     return place
 
 
@@ -70,7 +72,9 @@ def planted(model: Path, to: Path, fault: str) -> Path:
         tensors["model.layers.1.input_layernorm.weight"][7] += 1
     else:
         # Of one token, in the head or in the embedding that is the head.
-        tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"][11] *= 1.001
+        tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"][
+            11
+        ] *= 1.001
     (to / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(tensors, to / "model.safetensors", {"format": "mlx"})
     return to
@@ -84,11 +88,15 @@ def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
 
     place = tmp_path_factory.mktemp("mlx-lm")
     wanted = {name: made / "models" / name for name in (*FIVE, "windowed")}
-    wanted |= {f"{name}-{fault}": planted(made / "models" / name, place / f"{name}-{fault}", fault) for name in FIVE for fault in FAULTS}
+    wanted |= {
+        f"{name}-{fault}": planted(made / "models" / name, place / f"{name}-{fault}", fault)
+        for name in FIVE
+        for fault in FAULTS
+    }
     jobs = {}
     for name, model in wanted.items():
         run = made / "runs" / name.split("-")[0]
-        plans = oracle.judged(trace.read_manifest(run), run)
+        plans = oracle.judged(run_folder.read_manifest(run), run)
         kept = tuple(plans.values()) if name in FIVE else (plans["full"], plans["step"])
         jobs[name] = Job(str(model), kept, place / "traces" / name, "float32", "float32", "cpu")
     files = [str(job.save()) for job in jobs.values()]
@@ -101,7 +109,10 @@ def verdict_on(made: Path, runs: dict[str, list[trace.Trace]]) -> Callable[[str]
     def judged(name: str) -> Verdict:
         case = read_case(made / "runs" / name.split("-")[0])
         # The planted weights are others, and mlx-lm would be told so.
-        traces = [replace(t, meta=replace(t.meta, fingerprint=case.manifest.fingerprint)) for t in runs[name]]
+        traces = [
+            replace(t, meta=replace(t.meta, fingerprint=case.manifest.fingerprint))
+            for t in runs[name]
+        ]
         return judge(case, by_plan(case.manifest, traces))
 
     return judged
@@ -114,14 +125,25 @@ def worst(verdict: Verdict) -> dict[str, Gate]:
 @pytest.mark.parametrize("name", FIVE)
 def test_mlx_lm_agrees_with_transformers(verdict_on: Callable[[str], Verdict], name: str) -> None:
     verdict = verdict_on(name)
-    assert (verdict.outcome, verdict.against, verdict.scopes, verdict.reasons) == ("agree", "transformers", ("logits", "cache"), ())
+    assert (verdict.outcome, verdict.against, verdict.scopes, verdict.reasons) == (
+        "agree",
+        "transformers",
+        ("logits", "cache"),
+        (),
+    )
     assert verdict.plans == ("full", "step", "prefixes", "chunked")
     gates = worst(verdict)
     # Seen on these models: sigma 0.9 to 1.7, shift up to 4, the worst row of a cache 4.
     assert 0.45 < gates["sigma"].value < 4
     assert gates["keys worst row"].value < 12
-    assert [g.reason for g in verdict.gates if not g.ran] == ["not run: no float64 run of this engine"]
-    assert [(c.expected, c.passed) for c in verdict.controls] == [("agree", True), ("differ", True), ("agree", True)]
+    assert [g.reason for g in verdict.gates if not g.ran] == [
+        "not run: no float64 run of this engine"
+    ]
+    assert [(c.expected, c.passed) for c in verdict.controls] == [
+        ("agree", True),
+        ("differ", True),
+        ("agree", True),
+    ]
     assert verdict.controls[0].name == "eager-step, held out"
     assert verdict.controls[1].value > 100
     assert verdict.distinct == (3 if name == "gemma2" else 5)
@@ -130,7 +152,9 @@ def test_mlx_lm_agrees_with_transformers(verdict_on: Callable[[str], Verdict], n
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", FIVE)
-def test_a_planted_mistake_differs(verdict_on: Callable[[str], Verdict], name: str, fault: str) -> None:
+def test_a_planted_mistake_differs(
+    verdict_on: Callable[[str], Verdict], name: str, fault: str
+) -> None:
     verdict = verdict_on(f"{name}-{fault}")
     assert verdict.outcome == "differ"
     assert worst(verdict)["sigma"].value > 20
@@ -139,7 +163,9 @@ def test_a_planted_mistake_differs(verdict_on: Callable[[str], Verdict], name: s
     assert markdown.sentence(verdict).startswith("differs from transformers (logits")
 
 
-def test_a_window_that_mlx_lm_does_not_read_differs_and_no_key_is_compared(verdict_on: Callable[[str], Verdict]) -> None:
+def test_a_window_that_mlx_lm_does_not_read_differs_and_no_key_is_compared(
+    verdict_on: Callable[[str], Verdict],
+) -> None:
     # mlx-lm 0.32.2 reads a Mistral as a Llama, without its window.
     verdict = verdict_on("windowed")
     assert (verdict.outcome, verdict.first_wrong and verdict.first_wrong.position) == ("differ", 8)
@@ -147,11 +173,15 @@ def test_a_window_that_mlx_lm_does_not_read_differs_and_no_key_is_compared(verdi
     assert reasons == {"not run: layer 0 of transformers' cache keeps 7 of 20 tokens"}
 
 
-def test_a_cache_of_another_shape_is_not_compared_and_leaves_the_logits_judged(made: Path, runs: dict[str, list[trace.Trace]]) -> None:
+def test_a_cache_of_another_shape_is_not_compared_and_leaves_the_logits_judged(
+    made: Path, runs: dict[str, list[trace.Trace]]
+) -> None:
     case = read_case(made / "runs" / "qwen2")
     traces = by_plan(case.manifest, runs["qwen2"])
     step = traces["step"]
-    other = {name: array[:1] if name.startswith("kv/") else array for name, array in step.arrays.items()}
+    other = {
+        name: array[:1] if name.startswith("kv/") else array for name, array in step.arrays.items()
+    }
     verdict = judge(case, traces | {"step": replace(step, arrays=other)})
     assert (verdict.outcome, verdict.scopes) == ("agree", ("logits",))
     (reason,) = {g.reason for g in verdict.gates if g.name.startswith("keys")}
@@ -159,14 +189,21 @@ def test_a_cache_of_another_shape_is_not_compared_and_leaves_the_logits_judged(m
     assert "has shape [1, 20, 12], expected [2, 20, 12]" in reason
 
 
-def test_a_mean_that_is_not_vouched_for_cannot_tell(made: Path, runs: dict[str, list[trace.Trace]]) -> None:
+def test_a_mean_that_is_not_vouched_for_cannot_tell(
+    made: Path, runs: dict[str, list[trace.Trace]]
+) -> None:
     case = read_case(made / "runs" / "qwen2")
     traces = by_plan(case.manifest, runs["qwen2"])
     for name in ("mean_double", "members_apart"):
-        for proofs in (case.manifest.proofs | {name: 2e-5}, {k: v for k, v in case.manifest.proofs.items() if k != name}):
+        for proofs in (
+            case.manifest.proofs | {name: 2e-5},
+            {k: v for k, v in case.manifest.proofs.items() if k != name},
+        ):
             verdict = judge(replace(case, manifest=replace(case.manifest, proofs=proofs)), traces)
             assert verdict.outcome == "cannot tell"
-            assert f"mean's proof {name}: {proofs.get(name)}, expected at most" in verdict.reasons[0]
+            assert (
+                f"mean's proof {name}: {proofs.get(name)}, expected at most" in verdict.reasons[0]
+            )
     equal = replace(case, floors_meta=dict(case.floors_meta) | {"distinct": 1})
     assert "1 bitwise distinct members, expected 2 or more" in judge(equal, traces).reasons[0]
 
@@ -174,12 +211,19 @@ def test_a_mean_that_is_not_vouched_for_cannot_tell(made: Path, runs: dict[str, 
 def test_a_member_held_out_is_measured_against_the_mean_of_the_others(made: Path) -> None:
     run = made / "runs" / "qwen2"
     case = read_case(run)
-    pool = [trace.read(run / f"{n}.safetensors") for n in ("pool-sdpa-full", "pool-sdpa-step", "reference-full", "reference-chunked")]
+    pool = [
+        trace.read(run / f"{n}.safetensors")
+        for n in ("pool-sdpa-full", "pool-sdpa-step", "reference-full", "reference-chunked")
+    ]
     others = np.mean([np.asarray(one.logits, np.float64) for one in pool], axis=0)
-    direct = measure.measure(case.references["step"], replace(case.truth, arrays={"logits": others}))
+    direct = measure.measure(
+        case.references["step"], replace(case.truth, arrays={"logits": others})
+    )
     through = mean.held_out(measure.measure(case.references["step"], case.truth), case)
     for name in ("rms", "shift", "peak"):
-        np.testing.assert_allclose(getattr(through, name), getattr(direct, name), rtol=1e-7, atol=1e-16)
+        np.testing.assert_allclose(
+            getattr(through, name), getattr(direct, name), rtol=1e-7, atol=1e-16
+        )
     assert mean.widening(case) == pytest.approx((5 / 4) ** 0.5)
 
 
@@ -187,7 +231,9 @@ def test_the_layer_is_read_from_keys_and_values(
     made: Path, runs: dict[str, list[trace.Trace]], verdict_on: Callable[[str], Verdict]
 ) -> None:
     case = read_case(made / "runs" / "qwen3")
-    found = locate(case, verdict_on("qwen3-norm"), arithmetic=by_plan(case.manifest, runs["qwen3-norm"]))
+    found = locate(
+        case, verdict_on("qwen3-norm"), arithmetic=by_plan(case.manifest, runs["qwen3-norm"])
+    )
     assert (found.outcome, found.position, found.layer) == ("located", 0, 1)
     assert locate(case, verdict_on("qwen3"), arithmetic={}).outcome == "nothing"
 
@@ -197,18 +243,35 @@ def test_the_layer_is_read_from_keys_and_values(
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
 
 
-def test_compare_asks_the_oracle_and_says_that_the_truth_is_missing(made: Path, tmp_path: Path) -> None:
+def test_compare_asks_the_oracle_and_says_that_the_truth_is_missing(
+    made: Path, tmp_path: Path
+) -> None:
     model, out = made / "models" / "qwen3", tmp_path / "out"
     ids = ["--tokens", "5,15,39,16,7", "--steps", "6"]
-    done = command("compare", model, *ids, "--engine", "mlx-lm", "--out", out, MLXKV_CACHE=str(tmp_path / "cache"))
+    done = command(
+        "compare",
+        model,
+        *ids,
+        "--engine",
+        "mlx-lm",
+        "--out",
+        out,
+        MLXKV_CACHE=str(tmp_path / "cache"),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"mlx-lm: agrees with transformers (logits, cache)    report: {out / 'compare.md'}"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"mlx-lm: agrees with transformers (logits, cache)    report: {out / 'compare.md'}"
+    )
     assert "  no truth: mean of 5 runs of transformers, each within " in done.stdout.splitlines()[1]
     assert (
-        f"\nnote: no truth for this architecture: the reference is {POOL}, and an error that all of them share is not seen\n" in done.stdout
+        f"\nnote: no truth for this architecture: the reference is {POOL}, and an error that all of them share is not seen\n"
+        in done.stdout
     )
     assert "\ncontrols: eager-step, held out: agrees (sigma " in done.stdout
     value = json.loads((out / "compare.json").read_text())
@@ -244,20 +307,38 @@ def load(path, dtype):
 """
 
 
-def test_a_person_judges_a_model_of_their_own_and_what_differs_has_no_suspects(made: Path, tmp_path: Path) -> None:
+def test_a_person_judges_a_model_of_their_own_and_what_differs_has_no_suspects(
+    made: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
     model = planted(made / "models" / "gemma2", tmp_path / "gemma2", "eps")
     shutil.copy(made / "models" / "gemma2" / "model.safetensors", model)
     engine = f"{tmp_path / 'own.py'}:load"
-    done = command("compare", model, "--engine", engine, "--oracle", made / "runs" / "gemma2", "--out", tmp_path / "out")
+    done = command(
+        "compare",
+        model,
+        "--engine",
+        engine,
+        "--oracle",
+        made / "runs" / "gemma2",
+        "--out",
+        tmp_path / "out",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nown.py:load: differs from transformers (logits, cache): sigma, " in done.stdout
-    assert "the mean of transformers' own runs (eager-full, eager-step, eager-chunked)" in done.stdout
-    assert "\nnote: the cause was not looked for: the usual suspects are mistakes in a Llama, tried on its truth\n" in done.stdout
+    assert (
+        "the mean of transformers' own runs (eager-full, eager-step, eager-chunked)" in done.stdout
+    )
+    assert (
+        "\nnote: the cause was not looked for: the usual suspects are mistakes in a Llama, tried on its truth\n"
+        in done.stdout
+    )
     assert "cause:" not in done.stdout
 
 
-def test_stored_traces_are_judged_and_compared(made: Path, runs: dict[str, list[trace.Trace]], tmp_path: Path) -> None:
+def test_stored_traces_are_judged_and_compared(
+    made: Path, runs: dict[str, list[trace.Trace]], tmp_path: Path
+) -> None:
     run, files = made / "runs" / "mistral", [str(t.path) for t in runs["mistral"]]
     given = [part for file in files for part in ("--candidate", file)]
     done = command("compare", "--oracle", run, "--no-run", *given, "--out", tmp_path)
@@ -274,7 +355,11 @@ def test_stored_traces_are_judged_and_compared(made: Path, runs: dict[str, list[
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_port_refuses_them_by_name(made: Path, name: str, stored: bool) -> None:
     model = made / "models" / name
-    request = session.Request(oracle=made / "runs" / name) if stored else session.Request(model=str(model), tokens=(1, 2))
+    request = (
+        session.Request(oracle=made / "runs" / name)
+        if stored
+        else session.Request(model=str(model), tokens=(1, 2))
+    )
     line = f"config.json: model_type is '{name}', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`$"
     with pytest.raises(Refusal, match=line), session.run(request):
         pass

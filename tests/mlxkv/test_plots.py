@@ -23,30 +23,59 @@ def words(svg: str) -> list[str]:
 
 
 def test_the_same_numbers_give_the_same_file_without_a_date() -> None:
-    first, second = (error_by_position(VERDICT.curves, VERDICT.floor, limit=WORST, texts=CASE.manifest.texts) for _ in range(2))
+    first, second = (
+        error_by_position(VERDICT.curves, VERDICT.floor, limit=WORST, texts=CASE.manifest.texts)
+        for _ in range(2)
+    )
     assert first == second
     assert "<dc:date>" not in first
     assert "matplotlib v" not in first.lower()
 
 
 def test_plans_floor_limit_tokens_title_and_units_are_readable_text() -> None:
-    found = words(error_by_position(VERDICT.curves, VERDICT.floor, limit=WORST, texts=CASE.manifest.texts, title="SmolLM2, float32"))
-    expected = ["full", "step", "prefixes", "chunked", "noise floor", "limit, 16 floors", "SmolLM2, float32"]
+    found = words(
+        error_by_position(
+            VERDICT.curves,
+            VERDICT.floor,
+            limit=WORST,
+            texts=CASE.manifest.texts,
+            title="SmolLM2, float32",
+        )
+    )
+    expected = [
+        "full",
+        "step",
+        "prefixes",
+        "chunked",
+        "noise floor",
+        "limit, 16 floors",
+        "SmolLM2, float32",
+    ]
     expected += ["rms error against float64 (logits)", "token and position", '" is" 4', '" t23" 23']
     assert [e for e in expected if e not in found] == []
 
 
 def test_a_long_sequence_has_positions_instead_of_tokens() -> None:
     floor = tuple([1e-5] * 41)
-    found = words(error_by_position([Curve("step", tuple(range(41)), floor)], floor, limit=16, texts=texts(41)))
+    found = words(
+        error_by_position(
+            [Curve("step", tuple(range(41)), floor)], floor, limit=16, texts=texts(41)
+        )
+    )
     assert "position" in found
     assert '" is" 4' not in found
 
 
 def test_tokens_that_look_like_markup_or_mathematics_stand_as_they_are() -> None:
     floor, tokens = (1e-5,) * 5, ["$x_1$", "<&>", "\n", "日本", "\x1b\x00"]
-    found = words(error_by_position([Curve("step", tuple(range(5)), floor)], floor, limit=16, texts=tokens))
-    assert [t for t in ('"$x_1$" 0', '"<&>" 1', '"\\n" 2', '"日本" 3', '"\\u001b\\u0000" 4') if t not in found] == []
+    found = words(
+        error_by_position([Curve("step", tuple(range(5)), floor)], floor, limit=16, texts=tokens)
+    )
+    assert [
+        t
+        for t in ('"$x_1$" 0', '"<&>" 1', '"\\n" 2', '"日本" 3', '"\\u001b\\u0000" 4')
+        if t not in found
+    ] == []
 
 
 @pytest.mark.parametrize("rms", [(0.0, 0.0, 0.0), (float("nan"), 1e-5, float("inf"))])

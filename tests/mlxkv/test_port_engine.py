@@ -16,15 +16,17 @@ import numpy.typing as npt
 import pytest
 
 from mlxkv.engines import port
-from mlxkv.engines.job import Job, Process
+from mlxkv.engines.job import Job
 from mlxkv.engines.job import read as read_job
 from mlxkv.engines.port import Runner
+from mlxkv.engines.process import Process
 from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
-from oracle.checkpoint import resolve
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
-from oracle.trace import Meta, Outcome, Trace, read
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
+from oracle.formats.trace import Meta, Outcome, Trace, read
+from oracle.model.checkpoint import resolve
 
 ModelOf = Callable[..., Llama]
 FolderOf = Callable[[str], Path]
@@ -33,7 +35,9 @@ TOKENS = models.ids(9)
 
 def rows(model: Llama, *calls: list[int]) -> npt.NDArray[Any]:
     cache = Cache(model.config, dtype=model.dtype)
-    return np.concatenate([np.array(model([ids], cache=cache, all_positions=True)[0]) for ids in calls])
+    return np.concatenate(
+        [np.array(model([ids], cache=cache, all_positions=True)[0]) for ids in calls]
+    )
 
 
 def followed(model: Llama, *steps: Any, rows: Any = "all", guarded: bool = True) -> Trace:
@@ -41,7 +45,11 @@ def followed(model: Llama, *steps: Any, rows: Any = "all", guarded: bool = True)
 
 
 def held(trace: Trace) -> dict[str, tuple[int, ...]]:
-    return {n.removeprefix("kv/"): a.shape for n, a in trace.arrays.items() if n.startswith("kv/") and "/000/" in n}
+    return {
+        n.removeprefix("kv/"): a.shape
+        for n, a in trace.arrays.items()
+        if n.startswith("kv/") and "/000/" in n
+    }
 
 
 # Rows, positions, steps.
@@ -51,7 +59,11 @@ def test_the_judged_plans_give_a_row_for_every_position_asked_for(model_of: Mode
     model = model_of()
     traces = {name: port.run(model, plan) for name, plan in judged_plans(TOKENS, prompt=5).items()}
 
-    for name, steps in {"full": [1] * 9, "step": [1] * 5 + [2, 3, 4, 5], "chunked": [1] * 3 + [2] * 2 + [3, 4, 5, 6]}.items():
+    for name, steps in {
+        "full": [1] * 9,
+        "step": [1] * 5 + [2, 3, 4, 5],
+        "chunked": [1] * 3 + [2] * 2 + [3, 4, 5, 6],
+    }.items():
         assert traces[name].positions.tolist() == list(range(9))
         assert traces[name].arrays["steps"].tolist() == steps
         assert held(traces[name]) == {"a/000/keys": (2, 9, 8), "a/000/values": (2, 9, 8)}
@@ -59,12 +71,20 @@ def test_the_judged_plans_give_a_row_for_every_position_asked_for(model_of: Mode
     assert traces["prefixes"].arrays["steps"].tolist() == [1, 3, 5, 7, 9]
     assert held(traces["prefixes"]) == {}
     for trace in traces.values():
-        assert [trace.arrays[n].dtype for n in ("logits", "positions", "steps")] == [np.float32, np.int32, np.int32]
+        assert [trace.arrays[n].dtype for n in ("logits", "positions", "steps")] == [
+            np.float32,
+            np.int32,
+            np.int32,
+        ]
         assert trace.meta.outcomes == [Outcome()] * len(trace.meta.plan.steps)
 
     assert np.array_equal(traces["full"].logits, rows(model, TOKENS))
-    assert np.array_equal(traces["step"].logits, rows(model, TOKENS[:5], *([t] for t in TOKENS[5:])))
-    assert np.array_equal(traces["chunked"].logits, rows(model, TOKENS[:3], TOKENS[3:5], *([t] for t in TOKENS[5:])))
+    assert np.array_equal(
+        traces["step"].logits, rows(model, TOKENS[:5], *([t] for t in TOKENS[5:]))
+    )
+    assert np.array_equal(
+        traces["chunked"].logits, rows(model, TOKENS[:3], TOKENS[3:5], *([t] for t in TOKENS[5:]))
+    )
     for row, end in zip(traces["prefixes"].logits, range(5, 10), strict=True):
         np.testing.assert_allclose(row, rows(model, TOKENS[:end])[-1], atol=1e-5)
 
@@ -72,11 +92,16 @@ def test_the_judged_plans_give_a_row_for_every_position_asked_for(model_of: Mode
 def test_a_plan_that_keeps_last_rows_has_one_per_call(model_of: ModelOf) -> None:
     model = model_of("gqa", "float64")
 
-    last = followed(model, New("a"), Call("a", (1, 2, 3)), Call("a", (4,)), Call("a", (5, 6)), rows="last")
+    last = followed(
+        model, New("a"), Call("a", (1, 2, 3)), Call("a", (4,)), Call("a", (5, 6)), rows="last"
+    )
     every = followed(model, New("a"), Call("a", (1, 2, 3)), Call("a", (4,)), Call("a", (5, 6)))
 
     assert (last.positions.tolist(), last.arrays["steps"].tolist()) == ([2, 3, 5], [1, 2, 3])
-    assert (every.positions.tolist(), every.arrays["steps"].tolist()) == ([0, 1, 2, 3, 4, 5], [1, 1, 1, 2, 3, 3])
+    assert (every.positions.tolist(), every.arrays["steps"].tolist()) == (
+        [0, 1, 2, 3, 4, 5],
+        [1, 1, 1, 2, 3, 3],
+    )
     np.testing.assert_allclose(last.logits, every.logits[[2, 3, 5]], atol=1e-12)
     assert last.logits.dtype == every.logits.dtype == np.float64
 
@@ -92,7 +117,9 @@ def test_a_plan_without_calls_gives_an_empty_trace(model_of: ModelOf) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_kept_keys_and_values_are_the_caches_in_a_dtype_that_numpy_has(dtype: str, model_of: ModelOf) -> None:
+def test_kept_keys_and_values_are_the_caches_in_a_dtype_that_numpy_has(
+    dtype: str, model_of: ModelOf
+) -> None:
     model = model_of("mqa", dtype)
     trace = followed(model, New("a"), Call("a", (1, 2, 3)))
     cache = Cache(model.config, dtype=dtype)
@@ -103,7 +130,10 @@ def test_kept_keys_and_values_are_the_caches_in_a_dtype_that_numpy_has(dtype: st
         assert pair is not None
         for found, expected in zip(pair, (layer.keys, layer.values), strict=True):
             assert expected is not None
-            assert (str(found.dtype), found.shape) == ("float64" if dtype == "float64" else "float32", (1, 3, 12))
+            assert (str(found.dtype), found.shape) == (
+                "float64" if dtype == "float64" else "float32",
+                (1, 3, 12),
+            )
             assert found.tolist() == expected[0].tolist()
     assert trace.kv("a", 3) is None
 
@@ -128,10 +158,16 @@ def test_greedy_ties_take_the_lowest_id(model_of: ModelOf, monkeypatch: pytest.M
     model = model_of()
     monkeypatch.setattr(Llama, "__call__", lambda *_, **__: mx.array([[[0.0, 2.0, 1.0, 2.0]]]))
 
-    assert followed(model, New("a"), Greedy("a", (3,), 0, 2)).meta.outcomes == [Outcome(), Outcome(tokens=[1, 1])]
+    assert followed(model, New("a"), Greedy("a", (3,), 0, 2)).meta.outcomes == [
+        Outcome(),
+        Outcome(tokens=[1, 1]),
+    ]
 
 
-@pytest.mark.parametrize(("advance", "positions"), [("right", [0, 3, 4, 5]), ("zero", [0, 0, 0, 0]), ("by_calls", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("advance", "positions"),
+    [("right", [0, 3, 4, 5]), ("zero", [0, 0, 0, 0]), ("by_calls", [0, 1, 2, 3])],
+)
 def test_greedy_advances_the_position_as_the_plan_says(
     advance: Any, positions: list[int], model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +189,15 @@ def test_greedy_advances_the_position_as_the_plan_says(
 def test_a_step_that_is_refused_keeps_its_text_and_the_next_one_follows(model_of: ModelOf) -> None:
     model = model_of()
 
-    trace = followed(model, New("a"), Call("a", (1, 2)), Call("a", (3,), 0), Crop("a", 9), Call("a", (99,)), Call("a", (3,), 2))
+    trace = followed(
+        model,
+        New("a"),
+        Call("a", (1, 2)),
+        Call("a", (3,), 0),
+        Crop("a", 9),
+        Call("a", (99,)),
+        Call("a", (3,), 2),
+    )
 
     errors = [o.error for o in trace.meta.outcomes]
     assert [e and e.split(";")[0] for e in errors] == [
@@ -180,7 +224,9 @@ def test_guarded_greedy_from_position_0_stops_at_its_second_call(model_of: Model
     assert trace.positions.tolist() == [0, 1, 2]
 
 
-def test_an_error_of_another_kind_is_not_an_outcome(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_kind_is_not_an_outcome(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -194,11 +240,25 @@ def test_an_error_of_another_kind_is_not_an_outcome(model_of: ModelOf, monkeypat
 
 def test_clone_crop_and_reset_act_on_the_caches_they_name(model_of: ModelOf) -> None:
     model = model_of("gqa", "float64")
-    steps = (New("a"), Call("a", (1, 2, 3)), Clone("a", "b"), Call("b", (4, 5)), Crop("b", 4), Call("b", (6,)), Call("a", (7,)))
+    steps = (
+        New("a"),
+        Call("a", (1, 2, 3)),
+        Clone("a", "b"),
+        Call("b", (4, 5)),
+        Crop("b", 4),
+        Call("b", (6,)),
+        Call("a", (7,)),
+    )
 
-    trace = followed(model, *steps, Clone("b", "c"), Reset("b"), Call("b", (8,)), New("a"), Call("a", (9,)))
+    trace = followed(
+        model, *steps, Clone("b", "c"), Reset("b"), Call("b", (8,)), New("a"), Call("a", (9,))
+    )
 
-    assert held(trace) == {f"{n}/000/{part}": (2, size, 8) for n, size in (("a", 1), ("b", 1), ("c", 5)) for part in ("keys", "values")}
+    assert held(trace) == {
+        f"{n}/000/{part}": (2, size, 8)
+        for n, size in (("a", 1), ("b", 1), ("c", 5))
+        for part in ("keys", "values")
+    }
     assert trace.positions.tolist() == [0, 1, 2, 3, 4, 4, 3, 0, 0]
     ends = {4: [1, 2, 3, 4, 5], 5: [1, 2, 3, 4, 6], 6: [1, 2, 3, 7], 7: [8], 8: [9]}
     for row, history in ends.items():
@@ -214,8 +274,15 @@ def test_a_trace_in_memory_says_who_made_it(model_of: ModelOf) -> None:
     bare = port.run(model_of("gqa", "float16"), plan)
     told = port.run(model_of(), plan, meta=Meta(plan, "x", "1", "float32", fingerprint="f"))
 
-    assert (bare.meta.engine, bare.meta.dtype, bare.meta.weights_dtype, bare.meta.fingerprint) == ("mlxkv", "float16", "float16", None)
-    assert told.meta == Meta(plan, "x", "1", "float32", fingerprint="f", outcomes=[Outcome(), Outcome()])
+    assert (bare.meta.engine, bare.meta.dtype, bare.meta.weights_dtype, bare.meta.fingerprint) == (
+        "mlxkv",
+        "float16",
+        "float16",
+        None,
+    )
+    assert told.meta == Meta(
+        plan, "x", "1", "float32", fingerprint="f", outcomes=[Outcome(), Outcome()]
+    )
 
 
 def test_the_float64_operations_are_true() -> None:
@@ -226,25 +293,48 @@ def test_the_float64_operations_are_true() -> None:
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    job = Job("somewhere", tuple(judged_plans(TOKENS, prompt=5).values()), tmp_path, "float64", "float16", "cpu", guarded=False)
+    job = Job(
+        "somewhere",
+        tuple(judged_plans(TOKENS, prompt=5).values()),
+        tmp_path,
+        "float64",
+        "float16",
+        "cpu",
+        guarded=False,
+    )
 
     assert read_job(job.save()) == job
 
 
 def test_a_process_that_the_system_ends_is_a_refusal_and_no_result() -> None:
-    for end, says in (("os.abort()", "was ended by signal 6"), ("sys.exit(3)", "ended with exit code 3")):
+    for end, says in (
+        ("os.abort()", "was ended by signal 6"),
+        ("sys.exit(3)", "ended with exit code 3"),
+    ):
         process = Process(["mlxkv.engines.port"])
         process.command = [sys.executable, "-c", f"import os, sys; {end}"]
-        with process, pytest.raises(Refusal, match=rf"^mlxkv\.engines\.port: its process {says}, expected a result"):
+        with (
+            process,
+            pytest.raises(
+                Refusal, match=rf"^mlxkv\.engines\.port: its process {says}, expected a result"
+            ),
+        ):
             process.wait()
 
 
 def start(job: Job) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "mlxkv.engines.port", str(job.save())], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "mlxkv.engines.port", str(job.save())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_process_writes_one_trace_per_plan(dtype: str, folder_of: FolderOf, model_of: ModelOf, tmp_path: Path) -> None:
+def test_the_process_writes_one_trace_per_plan(
+    dtype: str, folder_of: FolderOf, model_of: ModelOf, tmp_path: Path
+) -> None:
     folder, plans = folder_of("llama3"), tuple(judged_plans(TOKENS, prompt=5).values())
     job = Job(str(folder), plans, tmp_path / "out", dtype, "float32", "cpu")
 
@@ -252,7 +342,14 @@ def test_the_process_writes_one_trace_per_plan(dtype: str, folder_of: FolderOf, 
 
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
     assert sorted(p.name for p in job.out.iterdir()) == [
-        *("chunked.safetensors", "forward.txt", "full.safetensors", "job.json", "prefixes.safetensors", "step.safetensors")
+        *(
+            "chunked.safetensors",
+            "forward.txt",
+            "full.safetensors",
+            "job.json",
+            "prefixes.safetensors",
+            "step.safetensors",
+        )
     ]
     checkpoint = resolve(str(folder))
     for plan in plans:
@@ -260,20 +357,33 @@ def test_the_process_writes_one_trace_per_plan(dtype: str, folder_of: FolderOf, 
         assert found.arrays.keys() == expected.arrays.keys()
         assert all(np.array_equal(found.arrays[n], expected.arrays[n]) for n in expected.arrays)
         meta = found.meta
-        assert (meta.plan, meta.engine, meta.dtype, meta.weights_dtype, meta.device) == (plan, "mlxkv", dtype, "float32", "cpu")
-        assert (meta.fingerprint, meta.config_digest) == (checkpoint.fingerprint, checkpoint.config_digest)
+        assert (meta.plan, meta.engine, meta.dtype, meta.weights_dtype, meta.device) == (
+            plan,
+            "mlxkv",
+            dtype,
+            "float32",
+            "cpu",
+        )
+        assert (meta.fingerprint, meta.config_digest) == (
+            checkpoint.fingerprint,
+            checkpoint.config_digest,
+        )
         assert {"mlx", "blas", "cpu", "MLX_ENABLE_TF32"} <= meta.environment.keys()
         assert set(meta.probes) == (set(port.probe()) if dtype == "float64" else set())
 
 
-def test_the_process_computes_on_weights_rounded_as_asked(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_the_process_computes_on_weights_rounded_as_asked(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
     plan = Plan("p", (New("a"), Call("a", (1, 2, 3))))
     job = Job(str(folder_of("gqa")), (plan,), tmp_path, "float64", "float16", "cpu", guarded=False)
 
     assert start(job).returncode == 0
 
     found = read(job.trace(plan))
-    assert np.array_equal(found.logits, port.run(load(folder_of("gqa"), "float64", rounded_to="float16"), plan).logits)
+    assert np.array_equal(
+        found.logits, port.run(load(folder_of("gqa"), "float64", rounded_to="float16"), plan).logits
+    )
     assert (found.meta.engine, found.meta.weights_dtype) == ("mlxkv (unguarded)", "float16")
 
 
@@ -283,9 +393,13 @@ def test_the_process_refuses_in_one_line(what: str, tmp_path: Path) -> None:
     weights = models.weights(config)
     if what == "tensor":
         del weights["model.norm.weight"]
-    folder = tmp_path / "absent" if what == "folder" else models.save(tmp_path / "m", config, weights)
+    folder = (
+        tmp_path / "absent" if what == "folder" else models.save(tmp_path / "m", config, weights)
+    )
 
-    finished = start(Job(str(folder), (Plan("p", (New("a"),)),), tmp_path / "out", "float32", "float32", "cpu"))
+    finished = start(
+        Job(str(folder), (Plan("p", (New("a"),)),), tmp_path / "out", "float32", "float32", "cpu")
+    )
 
     expected = {
         "folder": f"error: '{folder}': no such folder or file, expected one, or a Hub id (org/name); check the spelling",
@@ -299,7 +413,10 @@ def test_the_process_refuses_in_one_line(what: str, tmp_path: Path) -> None:
 def test_unguarded_is_the_runners_caches_too(model_of: ModelOf) -> None:
     plan = Plan("p", (New("a"), Call("a", (1, 2), 0), Call("a", (3,), 0)))
 
-    guarded, free = Runner(model_of(), plan).run(), Runner(model_of(), replace(plan), guarded=False).run()
+    guarded, free = (
+        Runner(model_of(), plan).run(),
+        Runner(model_of(), replace(plan), guarded=False).run(),
+    )
 
     assert [o.error is None for o in guarded.outcomes] == [True, True, False]
     assert [o.error is None for o in free.outcomes] == [True, True, True]

@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 from synthetic import PROMPT, make_algebra, make_candidates, make_case
 
-from mlxkv import prompts
 from mlxkv.cli import cli
+from mlxkv.commands.compare import overview as pages
+from mlxkv.commands.compare import prompts
+from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.judge import verdict as judging
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.prompts import Prompt
-from mlxkv.report import markdown
-from mlxkv.report import prompts as pages
-from oracle.plan import PREFIXES_MOST, Refusal, judged_plans, prefixes_feed
+from mlxkv.report import page as markdown
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 
 LINES = '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\n{"tokens": [5, 1, 8, 30], "name": "two"}\n'
 
@@ -30,7 +31,11 @@ LINES = '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\
 def mlxkv(*arguments: str | Path, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | ({"MLXKV_CACHE": str(cache)} if cache else {})
     return subprocess.run(
-        [sys.executable, "-m", "mlxkv", *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, "-m", "mlxkv", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
     )
 
 
@@ -41,21 +46,45 @@ def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def run(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A comparison over two prompts."""
     folder = tmp_path_factory.mktemp("prompts")
     path = written(folder, LINES)
-    return folder, mlxkv("compare", folder_of("gqa"), "--prompts", path, "--steps", "3", "--out", folder / "out", cache=folder / "cache")
+    return folder, mlxkv(
+        "compare",
+        folder_of("gqa"),
+        "--prompts",
+        path,
+        "--steps",
+        "3",
+        "--out",
+        folder / "out",
+        cache=folder / "cache",
+    )
 
 
-def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
+    run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     folder, done = run
     assert done.returncode == 0, done.stderr
-    files = sorted(str(p.relative_to(folder / "out")) for p in (folder / "out").rglob("*") if p.is_file())
+    files = sorted(
+        str(p.relative_to(folder / "out")) for p in (folder / "out").rglob("*") if p.is_file()
+    )
     each = ["compare.json", "compare.md", "compare.svg"]
-    assert files == ["compare.json", "compare.md", *(f"{name}/{file}" for name in ("one", "two") for file in each)]
+    assert files == [
+        "compare.json",
+        "compare.md",
+        *(f"{name}/{file}" for name in ("one", "two") for file in each),
+    ]
     value = json.loads((folder / "out" / "compare.json").read_text())
-    assert (value["format"], value["outcome"], value["scopes"]) == ("mlxkv-prompts/1", "agree", ["algebra", "logits", "cache"])
+    assert (value["format"], value["outcome"], value["scopes"]) == (
+        "mlxkv-prompts/1",
+        "agree",
+        ["algebra", "logits", "cache"],
+    )
     assert [(p["name"], p["folder"], p["tokens"], p["outcome"]) for p in value["prompts"]] == [
         ("one", "one", 8, "agree"),
         ("two", "two", 6, "agree"),
@@ -65,7 +94,9 @@ def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(run: tuple[Path
     assert "[report](one/compare.md)" in page
 
 
-def test_the_terminal_has_a_line_for_each_and_names_the_worst(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_terminal_has_a_line_for_each_and_names_the_worst(
+    run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     folder, done = run
     worst = json.loads((folder / "out" / "compare.json").read_text())["worst"]
     lines = done.stdout.splitlines()
@@ -76,11 +107,26 @@ def test_the_terminal_has_a_line_for_each_and_names_the_worst(run: tuple[Path, s
 
 
 def test_a_prompt_among_others_is_judged_as_it_is_alone(
-    run: tuple[Path, subprocess.CompletedProcess[str]], folder_of: Callable[[str], Path], tmp_path: Path
+    run: tuple[Path, subprocess.CompletedProcess[str]],
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     folder, _ = run
-    done = mlxkv("compare", folder_of("gqa"), "--tokens", "5,1,8,30", "--steps", "3", "--json", "--out", tmp_path, cache=folder / "cache")
-    assert (tmp_path / "compare.json").read_bytes() == (folder / "out" / "two" / "compare.json").read_bytes()
+    done = mlxkv(
+        "compare",
+        folder_of("gqa"),
+        "--tokens",
+        "5,1,8,30",
+        "--steps",
+        "3",
+        "--json",
+        "--out",
+        tmp_path,
+        cache=folder / "cache",
+    )
+    assert (tmp_path / "compare.json").read_bytes() == (
+        folder / "out" / "two" / "compare.json"
+    ).read_bytes()
     assert json.loads(done.stdout)["took"]["oracle"] is None
 
 
@@ -105,11 +151,21 @@ JSON = "expected an object with prompt or tokens"
         ('{"tokens": [1], "steps": 0}', 1, ("steps is 0", "expected a whole number from 1")),
         ('{"tokens": [1], "name": "../up"}', 1, ('name is "../up"', "names a folder")),
         ('{"tokens": [1], "name": "compare.md"}', 1, ('name is "compare.md"', "names a folder")),
-        ('{"tokens": [1], "name": "a"}\n\n{"tokens": [2], "name": "A"}', 3, ('name "A" is that of line 1 too', "expected another")),
-        ('{"tokens": [1], "name": "line-2"}\n{"tokens": [2]}', 2, ('name "line-2" is that of line 1 too',)),
+        (
+            '{"tokens": [1], "name": "a"}\n\n{"tokens": [2], "name": "A"}',
+            3,
+            ('name "A" is that of line 1 too', "expected another"),
+        ),
+        (
+            '{"tokens": [1], "name": "line-2"}\n{"tokens": [2]}',
+            2,
+            ('name "line-2" is that of line 1 too',),
+        ),
     ],
 )
-def test_a_line_that_will_not_do_is_refused_by_its_number(tmp_path: Path, text: str, line: int, words: tuple[str, ...]) -> None:
+def test_a_line_that_will_not_do_is_refused_by_its_number(
+    tmp_path: Path, text: str, line: int, words: tuple[str, ...]
+) -> None:
     path = written(tmp_path, text)
     with pytest.raises(Refusal) as refusal:
         prompts.read(path)
@@ -134,20 +190,45 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_plain_text_is_a_prompt_a_line(tmp_path: Path) -> None:
     path = written(tmp_path, "# four lines\r\n\r\n It is late \r\nuno\u2028due\n", "prompts.txt")
-    assert prompts.read(path) == (Prompt("line-3", " It is late "), Prompt("line-4", "uno\u2028due"))
+    assert prompts.read(path) == (
+        Prompt("line-3", " It is late "),
+        Prompt("line-4", "uno\u2028due"),
+    )
 
 
 def test_the_built_in_prompts_are_four_kinds() -> None:
-    assert [(p.name, p.steps) for p in prompts.named("builtin")] == [("prose", 8), ("code", 8), ("numbers", 8), ("rare", 8)]
+    assert [(p.name, p.steps) for p in prompts.named("builtin")] == [
+        ("prose", 8),
+        ("code", 8),
+        ("numbers", 8),
+        ("rare", 8),
+    ]
     assert all(p.text for p in prompts.builtin())
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--prompt", "x"), ("--tokens", "1,2"), ("--prompt-file", "x.txt"), ("--chunks", "3,2"), ("--oracle", "x"), ("--candidate", "x")],
+    [
+        ("--prompt", "x"),
+        ("--tokens", "1,2"),
+        ("--prompt-file", "x.txt"),
+        ("--chunks", "3,2"),
+        ("--oracle", "x"),
+        ("--candidate", "x"),
+    ],
 )
-def test_an_option_of_one_sequence_beside_many_is_refused(tmp_path: Path, option: str, value: str) -> None:
-    arguments = ["compare", "--prompts", str(written(tmp_path, LINES)), option, value, "--out", str(tmp_path / "out")]
+def test_an_option_of_one_sequence_beside_many_is_refused(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    arguments = [
+        "compare",
+        "--prompts",
+        str(written(tmp_path, LINES)),
+        option,
+        value,
+        "--out",
+        str(tmp_path / "out"),
+    ]
     with pytest.raises(Refusal, match=f"^--prompts and {option}: expected --prompts alone"):
         cli(arguments, standalone_mode=False)
     assert not (tmp_path / "out").exists()
@@ -156,27 +237,50 @@ def test_an_option_of_one_sequence_beside_many_is_refused(tmp_path: Path, option
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        ('{"tokens": [3, 40], "name": "two"}', "prompt two: tokens: id 40 at place 1, expected 0 to 39"),
+        (
+            '{"tokens": [3, 40], "name": "two"}',
+            "prompt two: tokens: id 40 at place 1, expected 0 to 39",
+        ),
         ('{"tokens": [3], "name": "two", "steps": 99}', "prompt two: --steps 99"),
         ('{"prompt": "a"}', "prompt line-2: "),
     ],
 )
 def test_what_is_wrong_with_the_last_prompt_is_refused_before_the_first_runs(
-    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, words: str
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last: str,
+    words: str,
 ) -> None:
     monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
     path = written(tmp_path, f'{{"tokens": [1, 2]}}\n{last}\n')
     with pytest.raises(Refusal, match=f"^{words}"):
-        cli(["compare", str(folder_of("gqa")), "--prompts", str(path), "--out", str(tmp_path / "out")], standalone_mode=False)
+        cli(
+            [
+                "compare",
+                str(folder_of("gqa")),
+                "--prompts",
+                str(path),
+                "--out",
+                str(tmp_path / "out"),
+            ],
+            standalone_mode=False,
+        )
     assert not (tmp_path / "cache" / "oracle").exists()
     assert not (tmp_path / "out").exists()
 
 
 CASE = make_case()
 GOOD = judge(CASE, make_candidates(CASE), algebra=make_algebra(CASE))
-NOISY = replace(GOOD, gates=tuple(replace(g, value=3.0) if g.name == "sigma" else g for g in GOOD.gates))
+NOISY = replace(
+    GOOD, gates=tuple(replace(g, value=3.0) if g.name == "sigma" else g for g in GOOD.gates)
+)
 UNTOLD = replace(GOOD, outcome="cannot tell", scopes=(), reasons=("no truth",))
-WRONG = replace(GOOD, outcome="differ", gates=tuple(replace(g, value=9.0) if g.name == "sigma" else g for g in GOOD.gates))
+WRONG = replace(
+    GOOD,
+    outcome="differ",
+    gates=tuple(replace(g, value=9.0) if g.name == "sigma" else g for g in GOOD.gates),
+)
 
 
 @pytest.mark.parametrize(
@@ -188,20 +292,38 @@ WRONG = replace(GOOD, outcome="differ", gates=tuple(replace(g, value=9.0) if g.n
         ({"a": GOOD, "b": UNTOLD, "c": WRONG}, "differ", 1, ["c", "b", "a"]),
     ],
 )
-def test_the_worst_prompt_decides(verdicts: dict[str, Verdict], outcome: str, code: int, order: list[str]) -> None:
+def test_the_worst_prompt_decides(
+    verdicts: dict[str, Verdict], outcome: str, code: int, order: list[str]
+) -> None:
     found = Prompts(verdicts)
-    assert (found.outcome, found.exit_code, found.worst_first, found.worst) == (outcome, code, order, order[0])
+    assert (found.outcome, found.exit_code, found.worst_first, found.worst) == (
+        outcome,
+        code,
+        order,
+        order[0],
+    )
     assert [p["name"] for p in found.to_json(list(verdicts))["prompts"]] == list(verdicts)
 
 
 def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_and_no_more() -> None:
-    found = Prompts({"a": replace(GOOD, against="transformers"), "b": replace(GOOD, against="transformers", scopes=("logits",))})
+    found = Prompts(
+        {
+            "a": replace(GOOD, against="transformers"),
+            "b": replace(GOOD, against="transformers", scopes=("logits",)),
+        }
+    )
     assert pages.told(found) == "agrees with transformers (logits)"
-    assert (pages.told(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == ("agree (algebra, logits, cache)", "transformers")
+    assert (pages.told(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == (
+        "agree (algebra, logits, cache)",
+        "transformers",
+    )
 
 
 def test_scopes_are_those_that_every_prompt_covers() -> None:
-    assert Prompts({"a": GOOD, "b": replace(GOOD, scopes=("logits", "cache"))}).scopes == ("logits", "cache")
+    assert Prompts({"a": GOOD, "b": replace(GOOD, scopes=("logits", "cache"))}).scopes == (
+        "logits",
+        "cache",
+    )
 
 
 def test_the_overview_says_the_worst_prompts_verdict() -> None:
@@ -211,7 +333,9 @@ def test_the_overview_says_the_worst_prompts_verdict() -> None:
     assert "**differ (logits): sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]
-    assert "differ (logits): sigma; of 2 prompts the worst is b\n" in pages.console(found, sides=(side, side), report="r")
+    assert "differ (logits): sigma; of 2 prompts the worst is b\n" in pages.console(
+        found, sides=(side, side), report="r"
+    )
 
 
 def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
@@ -219,17 +343,26 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
     most = next(n for n in range(1, PREFIXES_MOST) if prefixes_feed(n + 1, 1) > PREFIXES_MOST)
     assert "prefixes" in judged_plans([1] * most, prompt=1)
     assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "step"]
-    assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG.chunks))) == ["chunked", "full", "step"]
+    assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG.chunks))) == [
+        "chunked",
+        "full",
+        "step",
+    ]
 
 
-def test_the_verdict_says_why_the_growing_prefixes_were_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(judging, "PREFIXES_MOST", 289)
     left = {name: digest for name, digest in CASE.manifest.plans.items() if name != "prefixes"}
     case = replace(CASE, manifest=replace(CASE.manifest, plans=left))
     runs = {name: t for name, t in make_candidates(CASE).items() if name != "prefixes"}
     found = judge(case, runs)
     assert (found.outcome, found.plans) == ("agree", ("full", "step", "chunked"))
-    assert f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; full and step are judged" in found.notes
+    assert (
+        f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; full and step are judged"
+        in found.notes
+    )
     assert not any("prefixes was not run" in note for note in GOOD.notes)
 
 

@@ -17,25 +17,36 @@ def blocks(language: str) -> list[str]:
 
 
 def test_ci_calls_the_very_test_command_that_readme_names() -> None:
-    (command,) = [line for block in blocks("sh") for line in block.splitlines() if line.endswith("&& pytest")]
-    assert f"{{ {command}; }} || exit 1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    (command,) = [
+        line for block in blocks("sh") for line in block.splitlines() if line.endswith("&& pytest")
+    ]
+    assert (
+        f"{{ {command}; }} || exit 1"
+        in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    )
 
 
-def test_the_python_example_runs_as_written(folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_example_runs_as_written(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlxkv import CacheError
 
     monkeypatch.chdir(tmp_path)
 
     (code,) = [block for block in blocks("python") if "mlxkv.load" in block]
     code = code.replace("path/to/folder", str(folder_of("gqa")))
-    code = re.sub(r"\[\[(\d+(?:, \d+)*)\]\]", lambda m: str([[int(n) % 40 for n in m[1].split(", ")]]), code)
-    with pytest.raises(CacheError, match=r"index_pos is 0, expected 5 \(the cache holds 5 tokens\)"):
+    code = re.sub(
+        r"\[\[(\d+(?:, \d+)*)\]\]", lambda m: str([[int(n) % 40 for n in m[1].split(", ")]]), code
+    )
+    with pytest.raises(
+        CacheError, match=r"index_pos is 0, expected 5 \(the cache holds 5 tokens\)"
+    ):
         exec(code, {})
     assert [p.name for p in tmp_path.iterdir()] == ["france.safetensors"]
 
 
 def test_the_candle_example_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oracle import trace
+    from oracle.formats import trace
 
     (code,) = [block for block in blocks("python") if "candle.read" in block]
     monkeypatch.chdir(tmp_path)
@@ -54,8 +65,9 @@ def test_every_command_stands_in_readme() -> None:
 
 
 def test_the_tokens_of_the_candle_example_are_those_that_candle_was_fed() -> None:
-    from mlxkv.engines import candle
-    from oracle.plan import Call
+    import candle
+
+    from oracle.formats.plan import Call
 
     plan = candle.read(ROOT / "tests" / "golden" / "tiny" / "gqa", "cached").meta.plan
     ids = [str(id) for step in plan.steps if isinstance(step, Call) for id in step.tokens]

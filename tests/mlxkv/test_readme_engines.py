@@ -13,7 +13,7 @@ from pathlib import Path
 import own_llama
 import pytest
 
-from oracle import trace
+from oracle.formats import trace
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,10 +30,16 @@ def logits(tokens, cache):
 
 
 @pytest.fixture
-def room(answer: Path, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def room(
+    answer: Path, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder with somebody's port and an oracle's answer, to stand in."""
     shutil.copytree(answer, tmp_path / "france")
-    text = Path(own_llama.__file__).read_text() + MY_PORT + f"\nmodel = load({str(folder_of('gqa'))!r}, 'float32')\n"
+    text = (
+        Path(own_llama.__file__).read_text()
+        + MY_PORT
+        + f"\nmodel = load({str(folder_of('gqa'))!r}, 'float32')\n"
+    )
     (tmp_path / "my_port.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -42,11 +48,15 @@ def room(answer: Path, folder_of: Callable[[str], Path], tmp_path: Path, monkeyp
 
 
 def block(language: str, word: str) -> str:
-    (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if word in text]
+    (found,) = [
+        text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if word in text
+    ]
     return str(found)
 
 
-def test_the_test_for_ones_own_suite_passes_and_fails(room: Path, folder_of: Callable[[str], Path]) -> None:
+def test_the_test_for_ones_own_suite_passes_and_fails(
+    room: Path, folder_of: Callable[[str], Path]
+) -> None:
     scope: dict[str, Callable[..., None]] = {}
     exec(block("python", "assert_agrees").replace("path/to/folder", str(folder_of("gqa"))), scope)
     scope["test_my_port_agrees_with_transformers"]()
@@ -61,14 +71,20 @@ def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(room: Path) 
     code = block("python", "trace.Meta(")
     assert len([line for line in code.splitlines() if line]) <= 14
     exec(code, {})
-    assert [trace.read(f"mine-{name}.safetensors").positions.tolist() for name in ("full", "step")] == [list(range(24))] * 2
+    assert [
+        trace.read(f"mine-{name}.safetensors").positions.tolist() for name in ("full", "step")
+    ] == [list(range(24))] * 2
     compare, delta = (shlex.split(line) for line in block("sh", "--no-run").splitlines())
     done = subprocess.run([sys.executable, "-m", *compare], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmine: agree (logits)    report: mlxkv-report/compare.md\n" in done.stdout
     shown = subprocess.run([sys.executable, "-m", *delta], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
-    assert [line.split()[:3] for line in shown.stdout.splitlines()[-3:]] == [["1", "2", "24"], ["1", "3", "24"], ["2", "3", "24"]]
+    assert [line.split()[:3] for line in shown.stdout.splitlines()[-3:]] == [
+        ["1", "2", "24"],
+        ["1", "3", "24"],
+        ["2", "3", "24"],
+    ]
 
 
 def test_the_engine_that_readme_describes_is_the_one_that_help_names() -> None:

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 
-from mlxkv import recheck
+from mlxkv.commands import diff as recheck
 
 OLD: dict[str, Any] = {
     "outcome": "agree",
     "generated": [7042, 30, 198],
     "errors": [],
-    "gates": [{"name": "sigma", "plan": "step", "value": 1.5, "failed": False, "position": 4, "headroom": 5.3}],
+    "gates": [
+        {
+            "name": "sigma",
+            "plan": "step",
+            "value": 1.5,
+            "failed": False,
+            "position": 4,
+            "headroom": 5.3,
+        }
+    ],
     "environment": {"cpu": "one"},
 }
 MARKDOWN = (
@@ -53,10 +62,22 @@ def test_what_may_move(new: dict[str, Any]) -> None:
         (changed(generated=[7042, 30, 199]), "r.generated[2]: 198 committed, 199 now"),
         (changed(generated=[7042, 30]), "r.generated: [7042, 30, 198] committed, [7042, 30] now"),
         (changed(errors=[{"step": 1}]), 'r.errors: [] committed, [{"step": 1}] now'),
-        (changed(gates=gate(value=3.1)), "r.gates[0].value: 1.5 committed, 3.1 now, more than a factor of 2 apart"),
-        (changed(gates=gate(value=0.7)), "r.gates[0].value: 1.5 committed, 0.7 now, more than a factor of 2 apart"),
-        (changed(gates=gate(value=-1.5)), "r.gates[0].value: 1.5 committed, -1.5 now, more than a factor of 2 apart"),
-        (changed(gates=gate(value=0.0)), "r.gates[0].value: 1.5 committed, 0 now, more than a factor of 2 apart"),
+        (
+            changed(gates=gate(value=3.1)),
+            "r.gates[0].value: 1.5 committed, 3.1 now, more than a factor of 2 apart",
+        ),
+        (
+            changed(gates=gate(value=0.7)),
+            "r.gates[0].value: 1.5 committed, 0.7 now, more than a factor of 2 apart",
+        ),
+        (
+            changed(gates=gate(value=-1.5)),
+            "r.gates[0].value: 1.5 committed, -1.5 now, more than a factor of 2 apart",
+        ),
+        (
+            changed(gates=gate(value=0.0)),
+            "r.gates[0].value: 1.5 committed, 0 now, more than a factor of 2 apart",
+        ),
         (changed(gates=gate(value=None)), "r.gates[0].value: 1.5 committed, null now"),
         (changed(gates=gate(failed=True)), "r.gates[0].failed: false committed, true now"),
         (changed(gates=gate(failed=0)), "r.gates[0].failed: false committed, 0 now"),
@@ -84,7 +105,9 @@ def test_a_key_that_has_gone_is_a_difference() -> None:
         ("# Report", "# Another", False),
     ],
 )
-def test_markdown_may_move_in_numbers_places_and_environment_only(old: str, new: str, same: bool) -> None:
+def test_markdown_may_move_in_numbers_places_and_environment_only(
+    old: str, new: str, same: bool
+) -> None:
     found = recheck.lines(MARKDOWN, MARKDOWN.replace(old, new), where="r.md")
     assert (found == []) is same
 

@@ -9,28 +9,42 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv import calibrating, pitfalls, prompts, selftesting, session
-from mlxkv import reports as parts
 from mlxkv.cli import REPORTS
-from mlxkv.engines.faults import FAULTS
-from mlxkv.prompts import Long, Prompt
-from oracle import trace
-from oracle.plan import Refusal
+from mlxkv.commands import reports as parts
+from mlxkv.commands.compare import prompts, session
+from mlxkv.commands.compare.prompts import Long, Prompt
+from mlxkv.commands.pitfalls import run as pitfalls
+from mlxkv.commands.selftest import calibrate as calibrating
+from mlxkv.commands.selftest import run as selftesting
+from mlxkv.commands.selftest.faults import FAULTS
+from oracle.formats import disk
+from oracle.formats.errors import Refusal
 
 
 def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     """A tiny model and short sequences; the matrix, which has tests of its own, is made once."""
     model = str(folder_of("gqa"))
-    patch.setattr(session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6))
+    patch.setattr(
+        session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
+    )
     patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
     patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
-    patch.setattr(pitfalls, "Request", partial(Asked, model=model, ids=((3, 7, 11, 2, 19), (3, 7, 11, 5, 19)), steps=6))
+    patch.setattr(
+        pitfalls,
+        "Request",
+        partial(Asked, model=model, ids=((3, 7, 11, 2, 19), (3, 7, 11, 5, 19)), steps=6),
+    )
     patch.setattr(pitfalls, "run", matrix)
     patch.setattr(selftesting, "run", trials(model))
     patch.setattr(calibrating, "run", calibration(model))
 
 
-Request, Asked, Tried, Calibrated = session.Request, pitfalls.Request, selftesting.run, calibrating.run
+Request, Asked, Tried, Calibrated = (
+    session.Request,
+    pitfalls.Request,
+    selftesting.run,
+    calibrating.run,
+)
 matrix = cache(pitfalls.run)
 
 
@@ -59,14 +73,27 @@ def reports(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_writing_them_again_changes_nothing(reports: Path) -> None:
     before = contents(reports)
     each = ["compare.json", "compare.md", "compare.svg"]
-    inside = ["calibration.json", "calibration.md", *each, *(f"long/{name}" for name in each), "pitfalls.json", "pitfalls.md"]
-    inside += ["prompts/compare.json", "prompts/compare.md", *(f"prompts/short/{name}" for name in each)]
+    inside = [
+        "calibration.json",
+        "calibration.md",
+        *each,
+        *(f"long/{name}" for name in each),
+        "pitfalls.json",
+        "pitfalls.md",
+    ]
+    inside += [
+        "prompts/compare.json",
+        "prompts/compare.md",
+        *(f"prompts/short/{name}" for name in each),
+    ]
     inside += ["selftest.json", "selftest.md"]
     assert ["/".join(name.split("/")[2:]) for name in before] == ["", *inside]
     list(parts.write(reports))
@@ -74,7 +101,9 @@ def test_writing_them_again_changes_nothing(reports: Path) -> None:
 
 
 def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
-    rows = [line for line in (reports / "README.md").read_text().splitlines() if line.startswith("| [")]
+    rows = [
+        line for line in (reports / "README.md").read_text().splitlines() if line.startswith("| [")
+    ]
     (path,) = reports.glob("*/*/compare.md")
     machine = path.parent.name
     said = {
@@ -85,7 +114,10 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
         "compare, prompts": ("prompts/compare.md", "agree (algebra, logits, cache)"),
         "selftest": ("selftest.md", "0 of 3 runs judged wrongly"),
     }
-    assert rows == [f"| [{name}](gqa/{machine}/{place}) | gqa | {machine} | {what} |" for name, (place, what) in said.items()]
+    assert rows == [
+        f"| [{name}](gqa/{machine}/{place}) | gqa | {machine} | {what} |"
+        for name, (place, what) in said.items()
+    ]
     assert machine.endswith("-cpu")
 
 
@@ -106,13 +138,21 @@ def test_a_candidate_that_no_part_would_show_is_refused(tmp_path: Path) -> None:
 def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
     (path,) = reports.glob("*/*/long/compare.md")
     value = json.loads(path.with_suffix(".json").read_text())
-    assert "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; the last 4 are decoded" in path.read_text()
+    assert (
+        "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; the last 4 are decoded"
+        in path.read_text()
+    )
     assert value["subject"]["tokens"] == list(prompts.drawn(12, vocab_size=40))
-    assert (value["subject"]["prompt_tokens"], value["generated"]) == (8, value["subject"]["tokens"][8:])
+    assert (value["subject"]["prompt_tokens"], value["generated"]) == (
+        8,
+        value["subject"]["tokens"][8:],
+    )
     assert [len(curve["rms"]) for curve in value["by_position"]["rms"]] == [12, 12, 5, 12]
 
 
-def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(reports: Path) -> None:
+def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
+    reports: Path,
+) -> None:
     assert parts.check(reports) == []
     (path,) = reports.glob("*/*/compare.json")
     value = json.loads(path.read_text())
@@ -142,10 +182,20 @@ def test_a_report_names_what_made_it(reports: Path) -> None:
     (path,) = reports.glob("*/*/compare.md")
     report = path.read_text()
     value = json.loads(path.with_suffix(".json").read_text())
-    for word in ("MLX_ENABLE_TF32", "blas", "torch", "transformers", "threads", "device", value["subject"]["fingerprint"]):
+    for word in (
+        "MLX_ENABLE_TF32",
+        "blas",
+        "torch",
+        "transformers",
+        "threads",
+        "device",
+        value["subject"]["fingerprint"],
+    ):
         assert word in report
     assert value["environment"]["port"]["MLX_ENABLE_TF32"] == "0"
-    assert [value["environment"][who]["rope"] for who in ("port", "oracle")] == ["default, theta 10000"] * 2
+    assert [value["environment"][who]["rope"] for who in ("port", "oracle")] == [
+        "default, theta 10000"
+    ] * 2
 
 
 def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
@@ -153,8 +203,10 @@ def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
 ) -> None:
     assert "on the page" not in next(reports.glob("*/*/compare.md")).read_text()
     weights = folder_of("gqa") / "model.safetensors"
-    monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, trace.sha256(weights)))
+    monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, disk.sha256(weights)))
     list(parts.write(tmp_path, only=["compare"]))
     lines = next(tmp_path.glob("*/*/compare.md")).read_text().splitlines()
-    (row,) = [line for line in lines if line.startswith("| mlxkv cached ") and "| mlxkv nocache" in line]
+    (row,) = [
+        line for line in lines if line.startswith("| mlxkv cached ") and "| mlxkv nocache" in line
+    ]
     assert row.split("|")[-2].strip() == "6.25e-05"

@@ -21,10 +21,12 @@ import models
 import numpy as np
 import pytest
 
-from mlxkv import runtime, session
+from mlxkv.commands.compare import session
+from mlxkv.engines import machine as runtime
 from mlxkv.engines import oracle as engine
 from mlxkv.port.weights import load
-from oracle.plan import Refusal
+from mlxkv.report import publish
+from oracle.formats.errors import Refusal
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
 FILES = ("compare.json", "compare.svg")
@@ -34,13 +36,20 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "mlxkv", *map(str, arguments)]
 
 
-def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+def mlxkv(
+    *arguments: str | Path, env: dict[str, str] | None = None, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
     def set_limit() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=300, env=os.environ | (env or {}), preexec_fn=set_limit
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | (env or {}),
+        preexec_fn=set_limit,
     )
 
 
@@ -88,12 +97,21 @@ def victim(tiny: Path, request: pytest.FixtureRequest) -> tuple[Path, float]:
 def whole(victim: tuple[Path, float], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run that nobody disturbed."""
     room = tmp_path_factory.mktemp("whole")
-    done = mlxkv("compare", victim[0], *TOKENS, "--out", room / "out", env={"MLXKV_CACHE": str(room / "cache")})
+    done = mlxkv(
+        "compare",
+        victim[0],
+        *TOKENS,
+        "--out",
+        room / "out",
+        env={"MLXKV_CACHE": str(room / "cache")},
+    )
     assert done.returncode == 0, done.stderr
     return room / "out"
 
 
-def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(victim: tuple[Path, float], whole: Path, tmp_path: Path) -> None:
+def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(
+    victim: tuple[Path, float], whole: Path, tmp_path: Path
+) -> None:
     model, most = victim
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     randomly = random.Random(int(os.environ.get("MLXKV_SEED", "1")))
@@ -114,11 +132,15 @@ def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(victim: tup
     for name in FILES:
         assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
     assert list((tmp_path / "cache" / "runs").iterdir()) == []
-    assert [path.name for path in (tmp_path / "cache" / "oracle").iterdir() if path.name.startswith(".")] == []
+    assert [
+        path.name for path in (tmp_path / "cache" / "oracle").iterdir() if path.name.startswith(".")
+    ] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_engines_end_with_a_killed_comparison_and_the_next_sweeps_its_traces(tiny: Path, tmp_path: Path) -> None:
+def test_engines_end_with_a_killed_comparison_and_the_next_sweeps_its_traces(
+    tiny: Path, tmp_path: Path
+) -> None:
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     long = ["--tokens", "3,7", "--steps", "62"]
     process = subprocess.Popen(
@@ -127,7 +149,9 @@ def test_engines_end_with_a_killed_comparison_and_the_next_sweeps_its_traces(tin
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while process.poll() is None and not list((tmp_path / "cache" / "runs").glob("*/float64/job.json")):
+    while process.poll() is None and not list(
+        (tmp_path / "cache" / "runs").glob("*/float64/job.json")
+    ):
         time.sleep(0.01)
     process.kill()
     process.wait()
@@ -137,27 +161,40 @@ def test_engines_end_with_a_killed_comparison_and_the_next_sweeps_its_traces(tin
     assert list((tmp_path / "cache" / "runs").iterdir()) == []
 
 
-def test_two_comparisons_at_once_on_one_cache_both_agree_and_ask_the_oracle_once(tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_two_comparisons_at_once_on_one_cache_both_agree_and_ask_the_oracle_once(
+    tiny: Path, whole: Path, tmp_path: Path
+) -> None:
     env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
     outs = [tmp_path / "a", tmp_path / "b"]
     both = [
         subprocess.Popen(
-            command("compare", tiny, *TOKENS, "--json", "--out", out), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command("compare", tiny, *TOKENS, "--json", "--out", out),
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for out in outs
     ]
     said = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    assert sorted(json.loads(stdout)["took"]["oracle"] is None for stdout, _ in said) == [False, True]
+    assert sorted(json.loads(stdout)["took"]["oracle"] is None for stdout, _ in said) == [
+        False,
+        True,
+    ]
     for out in outs:
         for name in FILES:
             assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert list((tmp_path / "cache" / "runs").iterdir()) == []
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tiny: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
+    tiny: Path, tmp_path: Path
+) -> None:
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = mlxkv("compare", tiny, *TOKENS, "--fresh", "--out", tmp_path / "out", env=env, limit=20_000)
+    done = mlxkv(
+        "compare", tiny, *TOKENS, "--fresh", "--out", tmp_path / "out", env=env, limit=20_000
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "cannot be written (File too large)" in done.stderr.splitlines()[-1]
@@ -170,42 +207,63 @@ def test_a_refusal_leaves_no_output_folder(tiny: Path, tmp_path: Path) -> None:
     refused(mlxkv("compare", tiny, "--tokens", "99", "--out", tmp_path / "a" / "b"), "id 99")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
-    session.claim(tmp_path / "kept")
-    session.claim(tmp_path / "kept" / "new")
+    publish.claim(tmp_path / "kept")
+    publish.claim(tmp_path / "kept" / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
-def test_a_wrong_blas_is_refused_before_the_oracle_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_blas_is_refused_before_the_oracle_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform != "linux":
         pytest.skip("MLXKV_BLAS is for Linux")
     monkeypatch.setattr(engine, "ask", lambda *_, **__: pytest.fail("the oracle was asked"))
-    for path, says in (("/nowhere/libblas.so", "cannot be loaded"), ("libm.so.6", "libm.so.6 has no cblas_sgemm, expected a BLAS library")):
+    for path, says in (
+        ("/nowhere/libblas.so", "cannot be loaded"),
+        ("libm.so.6", "libm.so.6 has no cblas_sgemm, expected a BLAS library"),
+    ):
         monkeypatch.setenv("MLXKV_BLAS", path)
-        with pytest.raises(Refusal, match=says), session.run(session.Request(model=str(tiny), tokens=(1, 2))):
+        with (
+            pytest.raises(Refusal, match=says),
+            session.run(session.Request(model=str(tiny), tokens=(1, 2))),
+        ):
             pass
     monkeypatch.setenv("MLXKV_BLAS", "libm.so.6")
     with pytest.raises(Refusal, match="has no cblas_sgemm"):
         runtime.load_blas()
 
 
-def test_more_steps_than_positions_are_refused_with_both(tmp_path: Path, default_checkpoint: object) -> None:
-    refused(mlxkv("generate", "-n", "999999999"), "--steps 999999999: 5 tokens and 999999998 after them, expected at most 8192")
+def test_more_steps_than_positions_are_refused_with_both(
+    tmp_path: Path, default_checkpoint: object
+) -> None:
+    refused(
+        mlxkv("generate", "-n", "999999999"),
+        "--steps 999999999: 5 tokens and 999999998 after them, expected at most 8192",
+    )
 
 
 def test_reports_that_are_not_there_are_refused_before_any_are_made(tmp_path: Path) -> None:
     begun = time.monotonic()
-    refused(mlxkv("reports", "--check", "--out", tmp_path / "nosuch"), "nosuch: no reports, so there is nothing to check")
+    refused(
+        mlxkv("reports", "--check", "--out", tmp_path / "nosuch"),
+        "nosuch: no reports, so there is nothing to check",
+    )
     assert time.monotonic() - begun < 20  # making them takes minutes
 
 
 def test_a_prompt_of_equal_tokens_says_what_it_cannot_show(tiny: Path, tmp_path: Path) -> None:
     done = mlxkv("compare", tiny, "--tokens", "5,5,5,5", "--steps", "1", "--out", tmp_path / "out")
-    assert "note: all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones" in done.stdout
+    assert (
+        "note: all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones"
+        in done.stdout
+    )
     assert "all tokens are equal" in (tmp_path / "out" / "compare.md").read_text()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(
+    tmp_path: Path, value: float
+) -> None:
     config = models.config("gqa")
     weights = models.weights(config)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -213,7 +271,9 @@ def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(tmp_path: P
     weights[name][1, 2] = value
     folder = models.save(tmp_path / "m", config, weights)
     for dtype in ("float32", "float64", "bfloat16"):
-        with pytest.raises(Refusal, match=rf"{name} holds NaN or infinity in {dtype}, expected finite weights"):
+        with pytest.raises(
+            Refusal, match=rf"{name} holds NaN or infinity in {dtype}, expected finite weights"
+        ):
             load(folder, dtype)
 
 
@@ -229,18 +289,35 @@ def test_a_weight_too_large_for_the_runs_dtype_is_refused(tmp_path: Path) -> Non
 
 def test_a_cache_path_that_is_no_plain_ascii(tiny: Path, tmp_path: Path) -> None:
     room = tmp_path / "größe 日本\nx"
-    done = mlxkv("compare", tiny, "--tokens", "3,7,11", "--steps", "2", "--out", room / "out", env={"MLXKV_CACHE": str(room / "cache")})
+    done = mlxkv(
+        "compare",
+        tiny,
+        "--tokens",
+        "3,7,11",
+        "--steps",
+        "2",
+        "--out",
+        room / "out",
+        env={"MLXKV_CACHE": str(room / "cache")},
+    )
     assert done.returncode == 0, done.stderr
     assert (room / "out" / "compare.md").is_file()
 
 
-def test_an_mlx_without_its_backend_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlx_without_its_backend_names_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Broken:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name == "mlx.core":
-                raise ImportError("libmlx.so: cannot open shared object file: No such file or directory")
+                raise ImportError(
+                    "libmlx.so: cannot open shared object file: No such file or directory"
+                )
 
     monkeypatch.delitem(sys.modules, "mlx.core")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    with pytest.raises(Refusal, match=r"mlx is installed without its backend \(libmlx.so: .*\): pip install 'mlxkv\[port\]'"):
+    with pytest.raises(
+        Refusal,
+        match=r"mlx is installed without its backend \(libmlx.so: .*\): pip install 'mlxkv\[port\]'",
+    ):
         runtime.require_mlx()

@@ -14,7 +14,7 @@ import pytest
 
 from mlxkv.port import rope
 from mlxkv.port.cache import Cache
-from mlxkv.port.config import LlamaConfig, Rope
+from mlxkv.port.config.llama import LlamaConfig, Rope
 from mlxkv.port.llama import rotate
 
 LISTS: dict[str, Any] = {"short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (3.0, 4.0, 5.0, 6.0)}
@@ -27,14 +27,19 @@ def config(layout: str = "gqa", **changes: Any) -> LlamaConfig:
 
 def angles(positions: int, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
     """(positions, head_dim / 2), one formula per element."""
-    return np.array([[p * theta ** (-2 * i / head_dim) for i in range(head_dim // 2)] for p in range(positions)])
+    return np.array(
+        [[p * theta ** (-2 * i / head_dim) for i in range(head_dim // 2)] for p in range(positions)]
+    )
 
 
 @pytest.mark.parametrize(
     ("theta", "expected"),
     [
         (10000.0, [1, 0.316228, 0.1, 0.0316228, 0.01, 0.00316228, 0.001, 0.000316228]),
-        (500000.0, [1, 0.193923, 0.037606, 0.00729266, 0.00141421, 0.000274248, 5.318e-5, 1.0313e-5]),
+        (
+            500000.0,
+            [1, 0.193923, 0.037606, 0.00729266, 0.00141421, 0.000274248, 5.318e-5, 1.0313e-5],
+        ),
     ],
 )
 def test_inverse_frequencies_are_the_published_ones(theta: float, expected: list[float]) -> None:
@@ -75,11 +80,18 @@ def test_llama3_divides_long_waves_keeps_short_ones_and_blends_between() -> None
 def test_linear_divides_every_frequency() -> None:
     plain = [10000.0 ** (-2 * i / 16) for i in range(8)]
 
-    np.testing.assert_allclose(rope.inverse_frequencies(Rope(10000.0, "linear", 4.0), 16, np.float64), np.array(plain) / 4, rtol=1e-15)
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(Rope(10000.0, "linear", 4.0), 16, np.float64),
+        np.array(plain) / 4,
+        rtol=1e-15,
+    )
 
 
 def test_dynamic_is_plain_where_it_is_computed_at_all() -> None:
-    assert np.array_equal(rope.inverse_frequencies(Rope(10000.0, "dynamic", 4.0), 16), rope.inverse_frequencies(Rope(10000.0), 16))
+    assert np.array_equal(
+        rope.inverse_frequencies(Rope(10000.0, "dynamic", 4.0), 16),
+        rope.inverse_frequencies(Rope(10000.0), 16),
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +99,9 @@ def test_dynamic_is_plain_where_it_is_computed_at_all() -> None:
     # 128 elements, theta 10000, 4096 positions: 32 turns are made by pair 20.9446, 1 turn by pair 45.0271.
     [(True, 20, 46, 21, 18), (False, 20.9446, 45.0271, 21, 18)],
 )
-def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(truncate: bool, first: float, last: float, kept: int, slowed: int) -> None:
+def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(
+    truncate: bool, first: float, last: float, kept: int, slowed: int
+) -> None:
     plain = np.array([10000.0 ** (-i / 64) for i in range(64)])
     ramp = np.clip((np.arange(64) - first) / (last - first), 0, 1)
     expected = plain * (1 - ramp) + plain / 16 * ramp
@@ -95,7 +109,9 @@ def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(truncate: bool,
     scaled = Rope(10000.0, "yarn", 16.0, original_max_position_embeddings=4096, truncate=truncate)
     found = rope.inverse_frequencies(scaled, 128, np.float64)
 
-    np.testing.assert_allclose(found, expected, rtol=1e-14 if truncate else 3e-4)  # as many digits as are given
+    np.testing.assert_allclose(
+        found, expected, rtol=1e-14 if truncate else 3e-4
+    )  # as many digits as are given
     assert [sum(np.isclose(found, plain / d, rtol=1e-12)) for d in (1, 16)] == [kept, slowed]
     np.testing.assert_allclose(rope.inverse_frequencies(scaled, 128), found, rtol=1e-6)
 
@@ -103,24 +119,39 @@ def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(truncate: bool,
 def test_yarn_may_ramp_past_the_last_pair() -> None:
     # 32 turns are made by pair 2.8 of 8, 1 turn by pair 8.8.
     scaled = Rope(100.0, "yarn", 4.0, original_max_position_embeddings=1000)
-    plain, ramp = np.array([100.0 ** (-i / 8) for i in range(8)]), np.clip((np.arange(8) - 2) / 7, 0, 1)
+    plain, ramp = (
+        np.array([100.0 ** (-i / 8) for i in range(8)]),
+        np.clip((np.arange(8) - 2) / 7, 0, 1),
+    )
 
-    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), plain * (1 - ramp) + plain / 4 * ramp, rtol=1e-14)
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(scaled, 16, np.float64),
+        plain * (1 - ramp) + plain / 4 * ramp,
+        rtol=1e-14,
+    )
 
 
 def test_yarn_with_equal_bounds_between_pairs_is_a_step_too() -> None:
     # 1 turn is made by pair 2.6.
-    scaled = Rope(10000.0, "yarn", 2.0, original_max_position_embeddings=128, beta_fast=1.0, truncate=False)
+    scaled = Rope(
+        10000.0, "yarn", 2.0, original_max_position_embeddings=128, beta_fast=1.0, truncate=False
+    )
     plain = np.array([10000.0 ** (-i / 8) for i in range(8)])
 
-    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), [*plain[:3], *plain[3:] / 2], rtol=1e-15)
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(scaled, 16, np.float64), [*plain[:3], *plain[3:] / 2], rtol=1e-15
+    )
 
 
 def test_yarn_with_equal_bounds_is_a_step() -> None:
-    scaled = Rope(10000.0, "yarn", 2.0, original_max_position_embeddings=6)  # nothing turns once: both bounds are 0
+    scaled = Rope(
+        10000.0, "yarn", 2.0, original_max_position_embeddings=6
+    )  # nothing turns once: both bounds are 0
     plain = np.array([10000.0 ** (-i / 8) for i in range(8)])
 
-    np.testing.assert_allclose(rope.inverse_frequencies(scaled, 16, np.float64), [1.0, *plain[1:] / 2], rtol=1e-15)
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(scaled, 16, np.float64), [1.0, *plain[1:] / 2], rtol=1e-15
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +159,10 @@ def test_yarn_with_equal_bounds_is_a_step() -> None:
     [
         ({}, 0.1 * math.log(16) + 1),
         ({"attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.3}, 1.3),
-        ({"mscale": 0.7, "mscale_all_dim": 0.3}, (0.07 * math.log(16) + 1) / (0.03 * math.log(16) + 1)),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.3},
+            (0.07 * math.log(16) + 1) / (0.03 * math.log(16) + 1),
+        ),
         ({"mscale": 0.7}, 0.1 * math.log(16) + 1),
         ({"mscale": 0.7, "mscale_all_dim": 0.0}, 0.1 * math.log(16) + 1),
         ({"factor": 1.0}, 1.0),
@@ -138,9 +172,18 @@ def test_yarn_with_equal_bounds_is_a_step() -> None:
         ({"rope_type": "longrope", "attention_factor": 1.3}, 1.3),
     ],
 )
-def test_cosines_and_sines_carry_the_attention_factor(changes: dict[str, Any], expected: float) -> None:
-    parameters = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096} | changes
-    given = replace(config(head_dim=8), rope=Rope(10000.0, **parameters, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4))
+def test_cosines_and_sines_carry_the_attention_factor(
+    changes: dict[str, Any], expected: float
+) -> None:
+    parameters = {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 4096,
+    } | changes
+    given = replace(
+        config(head_dim=8),
+        rope=Rope(10000.0, **parameters, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4),
+    )
 
     assert rope.attention_factor(given.rope) == pytest.approx(expected, rel=1e-15)
     cos, sin = rope.tables(given, np.float64)
@@ -158,11 +201,18 @@ def test_longrope_takes_its_factors_by_the_length_that_the_tables_are_made_for()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_tables_hold_the_cosine_and_sine_of_position_times_frequency(dtype: type[np.floating[Any]]) -> None:
+def test_the_tables_hold_the_cosine_and_sine_of_position_times_frequency(
+    dtype: type[np.floating[Any]],
+) -> None:
     cos, sin = rope.tables(config(head_dim=8), dtype)
     exact = angles(64, 10000.0, 8)
 
-    assert (cos.dtype, cos.shape, sin.dtype, sin.shape) == (np.dtype(dtype), (64, 4), np.dtype(dtype), (64, 4))
+    assert (cos.dtype, cos.shape, sin.dtype, sin.shape) == (
+        np.dtype(dtype),
+        (64, 4),
+        np.dtype(dtype),
+        (64, 4),
+    )
     # An angle carries the rounding of the frequency and its own.
     bound = np.finfo(dtype).eps * (1 + exact)
     assert np.all(np.abs(cos - np.cos(exact)) <= bound)
@@ -170,8 +220,12 @@ def test_the_tables_hold_the_cosine_and_sine_of_position_times_frequency(dtype: 
 
 
 # Measured 4.6e-4, 5.9e-4 and 2.2e-3; a table from half-precision angles is wrong by up to 2.
-@pytest.mark.parametrize(("dtype", "worst"), [("float32", 6e-4), ("float16", 8.5e-4), ("bfloat16", 0.0025)])
-def test_tables_are_cast_last_so_that_far_positions_keep_their_angles(dtype: str, worst: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "worst"), [("float32", 6e-4), ("float16", 8.5e-4), ("bfloat16", 0.0025)]
+)
+def test_tables_are_cast_last_so_that_far_positions_keep_their_angles(
+    dtype: str, worst: float
+) -> None:
     cache = Cache(config(**LONG), dtype=dtype)
     exact = angles(8192, 100000.0, 64)
     cos, sin = (np.array(t.astype(mx.float32)) for t in (cache.cos, cache.sin))
@@ -210,7 +264,9 @@ def test_position_zero_turns_nothing_and_later_positions_keep_lengths() -> None:
 
     assert np.array_equal(found[:, :, 0], np.array(x)[:, :, 0])
     assert not np.allclose(found[:, :, 1:], np.array(x)[:, :, 1:], atol=0.1)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=-1), np.linalg.norm(np.array(x), axis=-1), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.linalg.norm(found, axis=-1), np.linalg.norm(np.array(x), axis=-1), rtol=1e-6
+    )
 
 
 def test_rotation_rows_start_at_the_position_asked_for() -> None:

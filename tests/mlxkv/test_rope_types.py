@@ -18,18 +18,32 @@ from caches import refused, run
 
 from mlxkv.engines import port
 from mlxkv.port.cache import Cache, CacheError
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
-from oracle.plan import Call, New, Plan, judged_plans
+from oracle.formats.plan import Call, New, Plan, judged_plans
 
 Array = npt.NDArray[Any]
 
 ORIGINAL = 16
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + 3 * i for i in range(8)]
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "original_max_position_embeddings": ORIGINAL}
-LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL}
-BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": SHORT,
+    "long_factor": LONG,
+    "original_max_position_embeddings": ORIGINAL,
+}
+BANDS = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
 TYPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -39,7 +53,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "yarn, not truncated": YARN | {"truncate": False},
     "yarn, its own attention": YARN | {"attention_factor": 1.2},
     "yarn, two mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
-    "yarn, its original length left out": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+    "yarn, its original length left out": {
+        k: v for k, v in YARN.items() if k != "original_max_position_embeddings"
+    },
     "longrope": LONGROPE,
     "longrope, its own factors": LONGROPE | {"factor": 2.0, "attention_factor": 1.2},
 }
@@ -72,17 +88,26 @@ def described(scaling: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ropes")
-    return {name: models.save(root / str(i), described(scaling)) for i, (name, scaling) in enumerate(TYPES.items())}
+    return {
+        name: models.save(root / str(i), described(scaling))
+        for i, (name, scaling) in enumerate(TYPES.items())
+    }
 
 
 @pytest.fixture(scope="module")
-def truths(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Array]:
+def truths(
+    made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Array]:
     """The oracle's truth of each type and length, all by one process of its own."""
     root = tmp_path_factory.mktemp("truths")
     asked = [
-        (f"{name} {n}", str(folder), models.ids(n), str(root / f"{folder.name}-{n}.npy")) for name, folder in made.items() for n in LENGTHS
+        (f"{name} {n}", str(folder), models.ids(n), str(root / f"{folder.name}-{n}.npy"))
+        for name, folder in made.items()
+        for n in LENGTHS
     ]
-    done = subprocess.run([sys.executable, "-c", TRUTH], input=json.dumps(asked), text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TRUTH], input=json.dumps(asked), text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     return lambda name, n: np.load(root / f"{made[name].name}-{n}.npy")
 
@@ -102,8 +127,12 @@ def test_the_port_in_float64_is_the_truth_in_every_plan(
 
 
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in ("default", "dynamic")])
-def test_each_type_computes_something_of_its_own(name: str, truths: Callable[[str, int], Array]) -> None:
-    others = [other for other in TYPES if other not in (name, "dynamic" if name == "default" else name)]
+def test_each_type_computes_something_of_its_own(
+    name: str, truths: Callable[[str, int], Array]
+) -> None:
+    others = [
+        other for other in TYPES if other not in (name, "dynamic" if name == "default" else name)
+    ]
     for other in others:
         apart = np.abs(truths(name, 40) - truths(other, 40)).max() / np.abs(truths(name, 40)).max()
         assert apart > 1e-4, other
@@ -112,7 +141,9 @@ def test_each_type_computes_something_of_its_own(name: str, truths: Callable[[st
 # Caches.
 
 
-def test_longrope_chooses_once_and_refuses_to_cross_with_both_numbers(made: dict[str, Path]) -> None:
+def test_longrope_chooses_once_and_refuses_to_cross_with_both_numbers(
+    made: dict[str, Path],
+) -> None:
     model = load(made["longrope"])
     short, long = Cache(model.config), Cache(model.config, max_length=40)
     run(model, short, models.ids(15))
@@ -124,9 +155,15 @@ def test_longrope_chooses_once_and_refuses_to_cross_with_both_numbers(made: dict
     )
     assert refused(lambda: model([[1, 2, 3]], cache=short), short) == expected
     assert len(run(model, long, [1, 2, 3])) == 3
-    assert not np.array_equal(run(model, short, [1]), run(model, Cache(model.config, max_length=40), [*models.ids(15), 1])[-1:])
+    assert not np.array_equal(
+        run(model, short, [1]),
+        run(model, Cache(model.config, max_length=40), [*models.ids(15), 1])[-1:],
+    )
     assert not np.allclose(np.array(short.cos), np.array(long.cos)[:16], atol=0.1)
-    assert (repr(short).split(",")[0], repr(long).split(",")[0]) == ("Cache(16 of 16 tokens", "Cache(18 of 40 tokens")
+    assert (repr(short).split(",")[0], repr(long).split(",")[0]) == (
+        "Cache(16 of 16 tokens",
+        "Cache(18 of 40 tokens",
+    )
 
 
 @pytest.mark.parametrize("length", [16, 17, 40])
@@ -139,10 +176,14 @@ def test_longrope_is_the_same_cached_and_uncached(length: int, made: dict[str, P
 
     np.testing.assert_allclose(stepped, run(model, whole, ids), rtol=0, atol=1e-12)
     for end in (5, length):
-        np.testing.assert_allclose(run(model, none, ids[:end])[-1], stepped[end - 1], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            run(model, none, ids[:end])[-1], stepped[end - 1], rtol=0, atol=1e-12
+        )
 
 
-def test_a_clone_and_a_cropped_cache_keep_the_length_they_were_made_for(made: dict[str, Path]) -> None:
+def test_a_clone_and_a_cropped_cache_keep_the_length_they_were_made_for(
+    made: dict[str, Path],
+) -> None:
     model = load(made["longrope"])
     cache = Cache(model.config, max_length=40)
     run(model, cache, models.ids(20))
@@ -151,7 +192,10 @@ def test_a_clone_and_a_cropped_cache_keep_the_length_they_were_made_for(made: di
     cache.reset()
 
     assert (branch.max_length, cache.max_length) == (40, 40)
-    assert np.array_equal(run(model, cache, models.ids(20)), run(model, Cache(model.config, max_length=40), models.ids(20)))
+    assert np.array_equal(
+        run(model, cache, models.ids(20)),
+        run(model, Cache(model.config, max_length=40), models.ids(20)),
+    )
 
 
 def test_dynamic_says_why_it_ends_where_it_does(made: dict[str, Path]) -> None:
@@ -184,7 +228,10 @@ def test_a_length_that_cannot_be_is_refused(length: Any) -> None:
     with pytest.raises(CacheError) as caught:
         Cache(LlamaConfig.from_json(models.config()), max_length=length)
 
-    assert str(caught.value) == f"cache: max_length is {length!r}, expected a whole number from 1 to max_position_embeddings 64"
+    assert (
+        str(caught.value)
+        == f"cache: max_length is {length!r}, expected a whole number from 1 to max_position_embeddings 64"
+    )
 
 
 def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() -> None:
@@ -203,9 +250,14 @@ def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() ->
 # The engine makes every cache of a plan for the plan's longest sequence.
 
 
-def test_a_plan_that_goes_past_the_model_is_followed_as_far_as_it_goes(made: dict[str, Path]) -> None:
+def test_a_plan_that_goes_past_the_model_is_followed_as_far_as_it_goes(
+    made: dict[str, Path],
+) -> None:
     model: Llama = load(made["longrope"])
 
-    found = port.run(model, Plan("p", (New("a"), Call("a", tuple(models.ids(60))), Call("a", tuple(models.ids(9))))))
+    found = port.run(
+        model,
+        Plan("p", (New("a"), Call("a", tuple(models.ids(60))), Call("a", tuple(models.ids(9))))),
+    )
 
     assert [bool(o.error) for o in found.meta.outcomes] == [False, False, True]

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv import runtime
-from oracle.plan import Refusal
+from mlxkv.engines import machine as runtime
+from oracle.formats.errors import Refusal
 
 LIBRARIES = ("blis", "openblas", "mkl_rt")
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | env)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | env
+    )
 
 
-def test_without_any_blas_the_port_computes_the_same_within_the_noise(folder_of: Callable[[str], Path]) -> None:
+def test_without_any_blas_the_port_computes_the_same_within_the_noise(
+    folder_of: Callable[[str], Path],
+) -> None:
     code = (
         "from mlxkv import runtime\n"
         "print(runtime.prepare('cpu')['blas'])\n"
@@ -35,9 +39,14 @@ def test_without_any_blas_the_port_computes_the_same_within_the_noise(folder_of:
     assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4 * max(map(abs, a))
 
 
-def test_a_blas_that_is_named_but_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blas_that_is_named_but_cannot_be_loaded_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MLXKV_BLAS", "/nowhere/libblas.so")
-    with pytest.raises(Refusal, match=r"MLXKV_BLAS: /nowhere/libblas.so cannot be loaded .* give the path of a BLAS library, or none"):
+    with pytest.raises(
+        Refusal,
+        match=r"MLXKV_BLAS: /nowhere/libblas.so cannot be loaded .* give the path of a BLAS library, or none",
+    ):
         runtime.load_blas()
 
 
@@ -64,7 +73,9 @@ def test_importing_the_package_changes_nothing_in_the_process() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The oracle inherits an environment from it, and would inherit a preloaded library's variables."""
     code = (
         "import sys\n"
@@ -78,7 +89,9 @@ def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(folder_of
     assert python(code).stdout == "agree False False []\n"
 
 
-def test_an_mlx_older_than_the_package_allows_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlx_older_than_the_package_allows_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allowed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert allowed.count(f">={'.'.join(map(str, runtime.MLX_LEAST))}") >= 2
     for found in ("0.29", "0.29.1", "0.32.4", "1.0", "0.33.0.dev20261130", "unknown"):
@@ -86,5 +99,8 @@ def test_an_mlx_older_than_the_package_allows_is_refused_before_anything_runs(mo
         runtime.require_device("cpu")
     monkeypatch.setattr(runtime, "version", lambda _: "0.24.1")
     for refused in (lambda: runtime.require_device("cpu"), runtime.require_mlx):
-        with pytest.raises(Refusal, match=r"^mlx 0\.24\.1 is installed, expected 0\.29 or later: pip install -U 'mlxkv\[port\]'$"):
+        with pytest.raises(
+            Refusal,
+            match=r"^mlx 0\.24\.1 is installed, expected 0\.29 or later: pip install -U 'mlxkv\[port\]'$",
+        ):
             refused()

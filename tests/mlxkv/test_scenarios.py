@@ -7,13 +7,43 @@ from dataclasses import replace
 import pytest
 from candle_goldens import goldens
 
-from mlxkv.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting, scenarios, talks
-from oracle.plan import Call, Greedy, New, Plan, Refusal
+from mlxkv.commands.pitfalls.scenarios import (
+    NO,
+    OTHER_CACHES,
+    SYSTEMS,
+    Scenario,
+    Setting,
+    scenarios,
+    talks,
+)
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Greedy, New, Plan
 
 PAGE = Setting(
     first=(504, 3575, 282, 4649, 314),
     second=(504, 3575, 282, 4521, 314),
-    right=(7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216),
+    right=(
+        7042,
+        30,
+        198,
+        198,
+        504,
+        2988,
+        314,
+        42,
+        216,
+        34,
+        32,
+        33,
+        40,
+        29,
+        32,
+        33,
+        29,
+        34,
+        34,
+        216,
+    ),
     limit=8192,
     steps=20,
 )
@@ -24,11 +54,26 @@ def named(setting: Setting = PAGE) -> dict[str, Scenario]:
 
 
 def test_all_of_the_pages_experiments_are_there_in_its_order() -> None:
-    order = ["greedy", "pos0", "cached", "chunked", "mask", "reuse", "reuse1", "far", "branch", "crop", "dtype", "nocache"]
+    order = [
+        "greedy",
+        "pos0",
+        "cached",
+        "chunked",
+        "mask",
+        "reuse",
+        "reuse1",
+        "far",
+        "branch",
+        "crop",
+        "dtype",
+        "nocache",
+    ]
     assert [s.name for s in scenarios(PAGE)] == [*order, "by_calls", "quantized", "nocache1"]
 
 
-@pytest.mark.parametrize("ours", ["cached", "nocache", "chunked", "pos0", "by_calls", "reuse", "far", "branch"])
+@pytest.mark.parametrize(
+    "ours", ["cached", "nocache", "chunked", "pos0", "by_calls", "reuse", "far", "branch"]
+)
 def test_the_port_in_candles_mode_is_asked_what_candle_was_asked(ours: str) -> None:
     (golden,) = (g for g in goldens("smollm2") if g.name == ours.replace("_", "-"))
     plan = named()[ours].plans["C"]
@@ -54,7 +99,9 @@ def test_every_system_has_a_plan_or_a_reason_and_every_aim_a_step() -> None:
             if isinstance(plan, Plan):
                 assert plan.name == scenario.name
                 assert plan.rows == "last"
-                aimed = [plan.steps[aim.step] for aim in scenario.aims if aim.step < len(plan.steps)]
+                aimed = [
+                    plan.steps[aim.step] for aim in scenario.aims if aim.step < len(plan.steps)
+                ]
                 assert aimed
                 assert all(isinstance(step, Call | Greedy) for step in aimed)
         assert {aim.talk for aim in scenario.aims} <= known

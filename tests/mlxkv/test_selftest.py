@@ -11,21 +11,22 @@ from typing import Any
 import pytest
 from synthetic import make_candidates, make_case
 
-from mlxkv import reports, selftesting
-from mlxkv.engines.faults import FAULTS, applies
+from mlxkv.commands import reports
+from mlxkv.commands.selftest import page as pages
+from mlxkv.commands.selftest import run as selftesting
+from mlxkv.commands.selftest.faults import FAULTS, applies
+from mlxkv.commands.selftest.models import COMMON, LAYOUTS, Tiny
+from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial, unseen
+from mlxkv.commands.selftest.worker import Bench, Loaded
 from mlxkv.engines.oracle import judged
-from mlxkv.engines.selftest import Bench, Loaded
 from mlxkv.judge import power
 from mlxkv.judge.case import read_case
-from mlxkv.judge.trial import BRANCH, RIGHT, RIGHTS, Trial, unseen
 from mlxkv.judge.verdict import current_limits, judge
 from mlxkv.port import cache
-from mlxkv.port.config import LlamaConfig
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
-from mlxkv.report import selftest as pages
-from mlxkv.tiny import COMMON, LAYOUTS, Tiny
-from oracle.plan import Refusal
-from oracle.trace import Meta
+from oracle.formats.errors import Refusal
+from oracle.formats.trace import Meta
 
 ROOT = Path(__file__).parents[2]
 NAMES = [fault.name for fault in FAULTS]
@@ -36,7 +37,9 @@ def of_layout(layout: str) -> LlamaConfig:
     return LlamaConfig.from_json(COMMON | LAYOUTS[layout])
 
 
-@pytest.mark.parametrize(("layout", "std", "dtype"), [("gqa", 0.02, "float32"), ("mqa", 0.2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "std", "dtype"), [("gqa", 0.02, "float32"), ("mqa", 0.2, "bfloat16")]
+)
 def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
     layout: str, std: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,10 +48,16 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
     ((name, trials),) = result.trials.items()
     of = of_layout(layout)
     rights = RIGHTS if sys.platform == "linux" else RIGHTS[:2]
-    assert [t.fault for t in trials] == [*rights, *(f.name for f in FAULTS if applies(f, of, dtype))]
+    assert [t.fault for t in trials] == [
+        *rights,
+        *(f.name for f in FAULTS if applies(f, of, dtype)),
+    ]
     assert [(t.fault, t.why) for t in trials if not t.passed] == []
     hints = {t.fault: t.hint or "" for t in trials}
-    assert dtype != "float32" or "calls of several tokens are noisier than single ones" in hints["TF32-like matmul"]
+    assert (
+        dtype != "float32"
+        or "calls of several tokens are noisier than single ones" in hints["TF32-like matmul"]
+    )
     assert (result.exit_code, name, result.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
 
 
@@ -58,7 +67,14 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
     case = read_case(answer)
     plans = judged(case.manifest, answer)
     models = {dtype: model_of("gqa", dtype) for dtype in ("float32", "float64")}
-    meta = Meta(plans["step"], "mlxkv", "0", "float32", fingerprint=case.manifest.fingerprint, config_digest=case.manifest.config_digest)
+    meta = Meta(
+        plans["step"],
+        "mlxkv",
+        "0",
+        "float32",
+        fingerprint=case.manifest.fingerprint,
+        config_digest=case.manifest.config_digest,
+    )
     bench = Bench(case, plans, Loaded(models, meta, {"tanh": 0.0}))
     assert bench.right(BRANCH).why == ""
     put = cache._put
@@ -78,7 +94,10 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
 
 def test_what_a_right_port_does_in_a_dtype_is_no_fault_there() -> None:
     gqa = of_layout("gqa")
-    absent = {dtype: [f.name for f in FAULTS if not applies(f, gqa, dtype)] for dtype in ("float32", "float16", "bfloat16")}
+    absent = {
+        dtype: [f.name for f in FAULTS if not applies(f, gqa, dtype)]
+        for dtype in ("float32", "float16", "bfloat16")
+    }
     assert absent == {
         "float32": [],
         "float16": ["cache stored in float16", "TF32-like matmul"],
@@ -93,12 +112,34 @@ def test_what_a_right_port_does_in_a_dtype_is_no_fault_there() -> None:
 
 
 def trial(fault: str, *, seen: bool, passed: bool = True) -> Trial:
-    return Trial(fault, "differ", passed, "" if passed else "layer 1, expected 0", 0.5, 1e-3, "sigma", 0, 0, "keys", None, seen)
+    return Trial(
+        fault,
+        "differ",
+        passed,
+        "" if passed else "layer 1, expected 0",
+        0.5,
+        1e-3,
+        "sigma",
+        0,
+        0,
+        "keys",
+        None,
+        seen,
+    )
 
 
 TRIALS = {
-    "a": [trial(RIGHT, seen=False), trial("stale", seen=False), trial("lost", seen=True), trial("scale", seen=False)],
-    "b": [trial("stale", seen=False), trial("lost", seen=False), trial("scale", seen=True, passed=False)],
+    "a": [
+        trial(RIGHT, seen=False),
+        trial("stale", seen=False),
+        trial("lost", seen=True),
+        trial("scale", seen=False),
+    ],
+    "b": [
+        trial("stale", seen=False),
+        trial("lost", seen=False),
+        trial("scale", seen=True, passed=False),
+    ],
 }
 
 
@@ -111,14 +152,25 @@ def test_the_faults_that_lane_b_lets_pass_end_the_report() -> None:
     ]
     sentence = "5 of 6 faults found in their place, 0 of 1 correct runs accused"
     lines = pages.console(TRIALS, dtype="float16", report="x.md").splitlines()
-    assert lines[-5:] == ["failed: b: scale: layer 1, expected 0", *last, f"{sentence}    report: x.md"]
+    assert lines[-5:] == [
+        "failed: b: scale: layer 1, expected 0",
+        *last,
+        f"{sentence}    report: x.md",
+    ]
     models = {name: {"fingerprint": "f" * 64, "tokens": 39} for name in TRIALS}
-    value = {"dtype": "float16", "limits": LIMITS, "models": models, "environment": {"port": {}, "oracle": {}}}
+    value = {
+        "dtype": "float16",
+        "limits": LIMITS,
+        "models": models,
+        "environment": {"port": {}, "oracle": {}},
+    }
     lines = pages.markdown(TRIALS, value, commands=["mlxkv selftest"]).splitlines()
     assert lines[-5:] == ["## What lane B alone would let pass in float16", "", *last]
 
 
-def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(tmp_path: Path) -> None:
+def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(
+    tmp_path: Path,
+) -> None:
     path, models = tmp_path / "power.json", {}
     for name, some in (("a", ["x", "y"]), ("b", ["y", "z"])):
         models[name] = {"fingerprint": name * 64, "faults": 30, "unseen": some}
@@ -131,11 +183,16 @@ def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(
     assert power.note(power.read(path), "float16", LIMITS | {"SIGMA": 9.0}) == (
         f"{said}; out of date: measured with other limits (SIGMA), {how}"
     )
-    assert power.note({}, "float16", LIMITS) == f"how many faults lane B lets pass in float16 was not measured; {how}"
+    assert (
+        power.note({}, "float16", LIMITS)
+        == f"how many faults lane B lets pass in float16 was not measured; {how}"
+    )
     assert power.note(power.read(path), "float32", LIMITS) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "other", "dtypes": {}}', '{"format": "mlxkv-power/1"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": "other", "dtypes": {}}', '{"format": "mlxkv-power/1"}']
+)
 def test_a_file_that_is_no_measurement_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "power.json").write_text(text)
     with pytest.raises(Refusal, match=r"power\.json: .* make it with `mlxkv selftest --power`"):
@@ -155,7 +212,10 @@ def test_the_package_has_measured_today_s_faults_by_today_s_limits(dtype: str) -
     measured = power.read()[dtype]
     remedy = f"run `mlxkv selftest --dtype {dtype} --no-real --power mlxkv/judge/power.json`"
     assert measured["limits"] == LIMITS, remedy
-    tried = {layout: sum(applies(f, of_layout(layout), dtype) for f in FAULTS) for layout in ("gqa", "mqa")}
+    tried = {
+        layout: sum(applies(f, of_layout(layout), dtype) for f in FAULTS)
+        for layout in ("gqa", "mqa")
+    }
     for name, model in measured["models"].items():
         assert set(model["unseen"]) <= set(NAMES), remedy
         assert model["faults"] == tried.get(name.split("-")[0], model["faults"]), remedy
@@ -168,9 +228,21 @@ def stale(value: Mapping[str, Any]) -> list[str]:
     found = {t["fault"] for some in tried for t in some} - set(RIGHTS)
     expected = {f.name for f in FAULTS if value["dtype"] not in f.none_in}
     said = [f"fault {name!r} is in one of list and report" for name in sorted(found ^ expected)]
-    said += [f"limit {name} is another" for name, limit in LIMITS.items() if value["limits"].get(name) != limit]
-    said += [f"model {name} was not tried" for name in (one.name for one in selftesting.TINY) if name not in value["trials"]]
-    said += [] if len(value["trials"]) > len(selftesting.TINY) else ["no model but random ones was tried"]
+    said += [
+        f"limit {name} is another"
+        for name, limit in LIMITS.items()
+        if value["limits"].get(name) != limit
+    ]
+    said += [
+        f"model {name} was not tried"
+        for name in (one.name for one in selftesting.TINY)
+        if name not in value["trials"]
+    ]
+    said += (
+        []
+        if len(value["trials"]) > len(selftesting.TINY)
+        else ["no model but random ones was tried"]
+    )
     return said + [f"{t['fault']} failed" for some in tried for t in some if not t["passed"]]
 
 
@@ -185,15 +257,24 @@ def test_the_committed_selftest_covers_the_faults_and_limits_of_today() -> None:
 
 def test_a_selftest_of_other_faults_or_limits_is_seen() -> None:
     trials = [{"fault": name, "passed": True} for name in (RIGHT, *NAMES)]
-    models: dict[str, Any] = dict.fromkeys(("real", *(one.name for one in selftesting.TINY)), trials)
+    models: dict[str, Any] = dict.fromkeys(
+        ("real", *(one.name for one in selftesting.TINY)), trials
+    )
     value: dict[str, Any] = {"dtype": "float32", "limits": LIMITS, "trials": models}
     assert stale(value) == []
-    assert stale(value | {"trials": dict.fromkeys(models, trials[:-1])}) == [f"fault {NAMES[-1]!r} is in one of list and report"]
+    assert stale(value | {"trials": dict.fromkeys(models, trials[:-1])}) == [
+        f"fault {NAMES[-1]!r} is in one of list and report"
+    ]
     assert stale(value | {"limits": LIMITS | {"PEAK": 7.0}}) == ["limit PEAK is another"]
-    assert stale(value | {"trials": models | {"real": [{"fault": RIGHT, "passed": False}, *trials]}}) == [f"{RIGHT} failed"]
+    assert stale(
+        value | {"trials": models | {"real": [{"fault": RIGHT, "passed": False}, *trials]}}
+    ) == [f"{RIGHT} failed"]
     last = selftesting.TINY[-1].name
     without = {name: of for name, of in models.items() if name != last}
-    assert stale(value | {"trials": without}) == [f"model {last} was not tried", "no model but random ones was tried"]
+    assert stale(value | {"trials": without}) == [
+        f"model {last} was not tried",
+        "no model but random ones was tried",
+    ]
 
 
 def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: Path) -> None:

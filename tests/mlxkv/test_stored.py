@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import synthetic
 
-from mlxkv import stored
-from mlxkv.judge import stored as judging
+from mlxkv.commands import judge as stored
+from mlxkv.judge import alignment as judging
 from mlxkv.judge.case import Case
-from oracle import trace
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset
-from oracle.trace import Outcome, Trace
+from oracle.formats import run_folder, trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset
+from oracle.formats.trace import Outcome, Trace
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which MLX, mlx-lm, torch, transformers and matplotlib cannot be imported."""
     room = tmp_path_factory.mktemp("bare")
     names = ("mlx", "mlx_lm", "torch", "transformers", "matplotlib")
-    (room / "sitecustomize.py").write_text(f"import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(room), os.environ.get("PYTHONPATH", "")])}
+    (room / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
+    )
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(room), os.environ.get("PYTHONPATH", "")])
+    }
 
 
 def mlxkv(*arguments: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -55,9 +60,13 @@ def save(path: Path, one: Trace) -> Path:
 # delta, over numbers that can be worked out by hand.
 
 
-def hand(plan: Plan, rows: list[list[float]], positions: list[int], *, engine: str = "mine", **more: Any) -> Trace:
+def hand(
+    plan: Plan, rows: list[list[float]], positions: list[int], *, engine: str = "mine", **more: Any
+) -> Trace:
     meta = synthetic.meta(plan, engine=engine, **more)
-    return Trace(meta, {"logits": np.array(rows, np.float32), "positions": np.array(positions, np.int32)})
+    return Trace(
+        meta, {"logits": np.array(rows, np.float32), "positions": np.array(positions, np.int32)}
+    )
 
 
 FULL = Plan("full", (New("a"), Call("a", (3, 4, 5), 0)))
@@ -66,7 +75,12 @@ STEP = Plan("step", (New("a"), Call("a", (3, 4), 0), Call("a", (5,), 2)))
 
 def test_the_table_of_two_traces_is_the_pages(tmp_path: Path) -> None:
     a = save(tmp_path / "a.safetensors", hand(STEP, [[1.0, 2.0], [0.0, 4.0]], [1, 2]))
-    b = save(tmp_path / "b.safetensors", hand(FULL, [[9.0, 9.0], [1.0, 1.5], [3.0, 0.0]], [0, 1, 2], engine="other", fingerprint=None))
+    b = save(
+        tmp_path / "b.safetensors",
+        hand(
+            FULL, [[9.0, 9.0], [1.0, 1.5], [3.0, 0.0]], [0, 1, 2], engine="other", fingerprint=None
+        ),
+    )
     lines = stored.delta([a, b], as_json=False).splitlines()
     assert [line.split() for line in lines[:3]] == [
         ["run", "dtype", "rows", "weights", "file"],
@@ -74,24 +88,51 @@ def test_the_table_of_two_traces_is_the_pages(tmp_path: Path) -> None:
         ["2", "other", "full", "float32", "3", "undeclared", str(b)],
     ]
     assert lines[3] == ""
-    assert " ".join(lines[4].split()) == "a b rows max |d| first last rms top-1 max |b| NMSE (dB) 1 - cosine KL (nats)"
+    assert (
+        " ".join(lines[4].split())
+        == "a b rows max |d| first last rms top-1 max |b| NMSE (dB) 1 - cosine KL (nats)"
+    )
     # d = (0, .5), (-3, 4); rms = sqrt((.25 + 9 + 16) / 4); NMSE = 25.25 / (1 + 2.25 + 9); cosine = 4 / sqrt(21 * 12.25)
     numbers = lines[5].split()
-    assert numbers[:9] == ["1", "2", "2", "4.00e+00", "5.00e-01", "4.00e+00", "2.51e+00", "1/2", "3.000"]
-    assert numbers[9:11] == [f"{10 * np.log10(25.25 / 12.25):.1f}", f"{1 - 4 / np.sqrt(21 * 12.25):.2e}"]
-    p, q = ([np.exp(r) / np.exp(r).sum() for r in rows] for rows in (([1, 1.5], [3, 0]), ([1, 2], [0, 4])))
-    assert float(numbers[11]) == pytest.approx(np.mean([(x * np.log(x / y)).sum() for x, y in zip(p, q, strict=True)]), rel=5e-3)
+    assert numbers[:9] == [
+        "1",
+        "2",
+        "2",
+        "4.00e+00",
+        "5.00e-01",
+        "4.00e+00",
+        "2.51e+00",
+        "1/2",
+        "3.000",
+    ]
+    assert numbers[9:11] == [
+        f"{10 * np.log10(25.25 / 12.25):.1f}",
+        f"{1 - 4 / np.sqrt(21 * 12.25):.2e}",
+    ]
+    p, q = (
+        [np.exp(r) / np.exp(r).sum() for r in rows]
+        for rows in (([1, 1.5], [3, 0]), ([1, 2], [0, 4]))
+    )
+    assert float(numbers[11]) == pytest.approx(
+        np.mean([(x * np.log(x / y)).sum() for x, y in zip(p, q, strict=True)]), rel=5e-3
+    )
     assert len(lines) == 6
 
 
 def test_json_holds_every_pair_and_what_is_compared(tmp_path: Path, runs: dict[str, Trace]) -> None:
-    files = [save(tmp_path / f"{name}.safetensors", runs[name]) for name in ("step", "full", "prefixes")]
+    files = [
+        save(tmp_path / f"{name}.safetensors", runs[name]) for name in ("step", "full", "prefixes")
+    ]
     value = json.loads(stored.delta(files, as_json=True))
     assert value["format"] == "mlxkv-delta/1"
     assert [(t["path"], t["plan"]["name"], t["plan_digest"]) for t in value["traces"]] == [
         (str(path), path.stem, runs[path.stem].meta.plan.digest) for path in files
     ]
-    assert [(p["a"], p["b"], p["rows"]) for p in value["pairs"]] == [(0, 1, 24), (0, 2, 20), (1, 2, 20)]
+    assert [(p["a"], p["b"], p["rows"]) for p in value["pairs"]] == [
+        (0, 1, 24),
+        (0, 2, 20),
+        (1, 2, 20),
+    ]
     assert value["pairs"][1]["positions"] == list(range(4, 24))
     expected = np.abs(runs["step"].logits[4:].astype(np.float64) - runs["prefixes"].logits).max()
     assert value["pairs"][1]["max_abs"] == expected
@@ -103,15 +144,23 @@ def test_float32_is_summed_in_float64(case: Case, runs: dict[str, Trace]) -> Non
     a, b = runs["step"], runs["full"]
     (found,) = judging.compare([a, b])
     x, y = a.logits.astype(np.float64), b.logits.astype(np.float64)
-    assert found.figures.cosine == pytest.approx((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rel=1e-14)
-    assert found.figures.nmse_db == pytest.approx(10 * np.log10(((x - y) ** 2).sum() / (y * y).sum()), rel=1e-12)
+    assert found.figures.cosine == pytest.approx(
+        (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rel=1e-14
+    )
+    assert found.figures.nmse_db == pytest.approx(
+        10 * np.log10(((x - y) ** 2).sum() / (y * y).sum()), rel=1e-12
+    )
 
 
 def test_a_run_that_chose_its_tokens_stands_beside_one_that_was_fed_them() -> None:
     greedy = Plan("greedy", (New("a"), Greedy("a", (3, 4), 0, 2)))
-    chosen = hand(greedy, [[0.0, 1.0], [1.0, 0.0]], [1, 2], outcomes=[Outcome(), Outcome(tokens=[5, 9])])
+    chosen = hand(
+        greedy, [[0.0, 1.0], [1.0, 0.0]], [1, 2], outcomes=[Outcome(), Outcome(tokens=[5, 9])]
+    )
     assert judging.common(chosen, hand(FULL, [[0.0, 1.0]] * 3, [0, 1, 2])) == [1, 2]
-    other = hand(greedy, [[0.0, 1.0], [1.0, 0.0]], [1, 2], outcomes=[Outcome(), Outcome(tokens=[6, 9])])
+    other = hand(
+        greedy, [[0.0, 1.0], [1.0, 0.0]], [1, 2], outcomes=[Outcome(), Outcome(tokens=[6, 9])]
+    )
     with pytest.raises(Refusal, match="token at position 2 is 6, expected 5 as in "):
         judging.common(other, hand(FULL, [[0.0, 1.0]] * 3, [0, 1, 2]))
     # The last token chosen is not fed.
@@ -122,13 +171,30 @@ def test_a_run_that_chose_its_tokens_stands_beside_one_that_was_fed_them() -> No
 
 
 def test_clones_crops_and_resets_keep_to_the_sequence_or_not() -> None:
-    news = (New("a"), Call("a", (3, 4), 0), Clone("a", "b"), Call("b", (5,), 2), Crop("b", 1), Call("b", (4,), 1), Reset("a"))
+    news = (
+        New("a"),
+        Call("a", (3, 4), 0),
+        Clone("a", "b"),
+        Call("b", (5,), 2),
+        Crop("b", 1),
+        Call("b", (4,), 1),
+        Reset("a"),
+    )
     one = hand(Plan("one", (*news, Call("a", (3,), 0))), [[0.0, 1.0]], [2])
     assert judging.common(one, hand(FULL, [[0.0, 1.0]] * 3, [0, 1, 2])) == [2]
     several = hand(Plan("two", (*news, Call("a", (4,), 0))), [[0.0, 1.0]], [2])
     with pytest.raises(Refusal, match="its plan 'two' feeds several sequences, expected one"):
         judging.common(several, one)
-    none = Plan("none", (New("a", use_kv_cache=False), Call("a", (3,), 0), Clone("a", "b"), Call("b", (3, 4, 5), 0), Call("b", (3, 4), 0)))
+    none = Plan(
+        "none",
+        (
+            New("a", use_kv_cache=False),
+            Call("a", (3,), 0),
+            Clone("a", "b"),
+            Call("b", (3, 4, 5), 0),
+            Call("b", (3, 4), 0),
+        ),
+    )
     assert judging.common(hand(none, [[0.0, 1.0]], [2]), one) == [2]
 
 
@@ -145,20 +211,31 @@ def test_clones_crops_and_resets_keep_to_the_sequence_or_not() -> None:
          r"step 1 is at index_pos 4, expected 0"),
     ],
 )  # fmt: skip
-def test_what_has_no_distance_is_refused_in_a_line(runs: dict[str, Trace], change: Callable[[Trace], Trace], line: str) -> None:
+def test_what_has_no_distance_is_refused_in_a_line(
+    runs: dict[str, Trace], change: Callable[[Trace], Trace], line: str
+) -> None:
     with pytest.raises(Refusal, match=line) as told:
         judging.compare([change(runs["full"]), runs["step"]])
     assert "\n" not in str(told.value)
 
 
-def test_on_the_command_line_it_needs_no_engine_and_judges_nothing(runs: dict[str, Trace], bare: dict[str, str], tmp_path: Path) -> None:
+def test_on_the_command_line_it_needs_no_engine_and_judges_nothing(
+    runs: dict[str, Trace], bare: dict[str, str], tmp_path: Path
+) -> None:
     wrong = synthetic.changed(runs["full"], "logits", lambda a: a + 100)
-    files = [save(tmp_path / "a.safetensors", runs["step"]), save(tmp_path / "b.safetensors", wrong)]
+    files = [
+        save(tmp_path / "a.safetensors", runs["step"]),
+        save(tmp_path / "b.safetensors", wrong),
+    ]
     done = mlxkv("delta", *files, env=bare)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == stored.delta(files, as_json=False)
     one = mlxkv("delta", files[0], env=bare)
-    assert (one.returncode, one.stdout, one.stderr) == (2, "", "error: delta: 1 traces, expected two or more; give their files\n")
+    assert (one.returncode, one.stdout, one.stderr) == (
+        2,
+        "",
+        "error: delta: 1 traces, expected two or more; give their files\n",
+    )
     gone = mlxkv("delta", files[0], tmp_path / "gone", "--json", env=bare)
     assert (gone.returncode, gone.stdout, len(gone.stderr.splitlines())) == (2, "", 1)
     assert "nothing is judged" in " ".join(mlxkv("delta", "--help", env=bare).stdout.split())
@@ -168,30 +245,62 @@ def test_on_the_command_line_it_needs_no_engine_and_judges_nothing(runs: dict[st
 
 
 @pytest.fixture(scope="module")
-def kept(answer: Path, model_of: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def kept(
+    answer: Path, model_of: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The port's traces as files, by plan, and one that is wrong."""
     from mlxkv.engines import port
     from mlxkv.engines.oracle import judged
 
     room, model = tmp_path_factory.mktemp("traces"), model_of()
-    found = {name: port.run(model, plan) for name, plan in judged(trace.read_manifest(answer), answer).items()}
+    found = {
+        name: port.run(model, plan)
+        for name, plan in judged(run_folder.read_manifest(answer), answer).items()
+    }
     files = {name: save(room / f"{name}.safetensors", one) for name, one in found.items()}
-    return files | {"wrong": save(room / "wrong.safetensors", synthetic.changed(found["full"], "logits", lambda a: a * 1.001))}
+    return files | {
+        "wrong": save(
+            room / "wrong.safetensors",
+            synthetic.changed(found["full"], "logits", lambda a: a * 1.001),
+        )
+    }
 
 
-def test_stored_traces_are_judged_with_nothing_run(answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path) -> None:
-    given = [part for name in ("full", "step", "prefixes", "chunked") for part in ("--candidate", kept[name])]
+def test_stored_traces_are_judged_with_nothing_run(
+    answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path
+) -> None:
+    given = [
+        part
+        for name in ("full", "step", "prefixes", "chunked")
+        for part in ("--candidate", kept[name])
+    ]
     (tmp_path / "compare.svg").write_text("of an earlier run")
     done = mlxkv("compare", "--oracle", answer, *given, "--no-run", "--out", tmp_path, env=bare)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert done.stdout.splitlines()[-1] == f"agree (logits, cache)    report: {tmp_path / 'compare.md'}"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"agree (logits, cache)    report: {tmp_path / 'compare.md'}"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.md"]
     assert json.loads((tmp_path / "compare.json").read_text())["outcome"] == "agree"
     assert "svg" not in (tmp_path / "compare.md").read_text()
 
 
-def test_the_exit_code_is_the_candidates(answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path) -> None:
-    done = mlxkv("compare", "--oracle", answer, "--candidate", kept["wrong"], "--no-run", "--json", "--out", tmp_path, env=bare)
+def test_the_exit_code_is_the_candidates(
+    answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path
+) -> None:
+    done = mlxkv(
+        "compare",
+        "--oracle",
+        answer,
+        "--candidate",
+        kept["wrong"],
+        "--no-run",
+        "--json",
+        "--out",
+        tmp_path,
+        env=bare,
+    )
     assert (done.returncode, done.stderr) == (1, "")
     value = json.loads(done.stdout)
     assert (value["outcome"], value["plans"]) == ("differ", ["full"])

@@ -20,8 +20,8 @@ from mlxkv.engines import port
 from mlxkv.engines.oracle import judged
 from mlxkv.port.llama import Llama
 from mlxkv.testing import assert_agrees
-from oracle import trace
-from oracle.plan import Refusal
+from oracle.formats import run_folder, trace
+from oracle.formats.errors import Refusal
 
 
 @pytest.fixture
@@ -32,14 +32,19 @@ def own(folder_of: Callable[[str], Path]) -> own_llama.OwnLlama:
 @pytest.fixture(scope="module")
 def wrong(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Llama:
     """The same weights, another theta."""
-    folder = models.save(tmp_path_factory.mktemp("wrong") / "model", models.config("gqa", rope_theta=10100.0))
+    folder = models.save(
+        tmp_path_factory.mktemp("wrong") / "model", models.config("gqa", rope_theta=10100.0)
+    )
     return mlxkv.load(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def traces(answer: Path, model_of: Callable[..., Llama]) -> dict[str, trace.Trace]:
     """The port's, by plan."""
-    return {name: port.run(model_of(), plan) for name, plan in judged(trace.read_manifest(answer), answer).items()}
+    return {
+        name: port.run(model_of(), plan)
+        for name, plan in judged(run_folder.read_manifest(answer), answer).items()
+    }
 
 
 def failing(model: Any, answer: Path, **options: Any) -> str:
@@ -49,14 +54,20 @@ def failing(model: Any, answer: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_right_llama_passes_in_both_lanes(answer: Path, model_of: Callable[..., Llama], dtype: str) -> None:
+def test_a_right_llama_passes_in_both_lanes(
+    answer: Path, model_of: Callable[..., Llama], dtype: str
+) -> None:
     assert_agrees(model_of("gqa", dtype), answer)
     assert_agrees(model_of("gqa", dtype), str(answer), plans=["step"], dtype=dtype)
 
 
-def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(answer: Path, wrong: Llama) -> None:
+def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(
+    answer: Path, wrong: Llama
+) -> None:
     said = failing(wrong, answer).splitlines()
-    assert said[0].startswith("model  float32  mlx 0.") or said[0].startswith("gqa  float32  mlx 0."), said[0]
+    assert said[0].startswith("model  float32  mlx 0.") or said[0].startswith(
+        "gqa  float32  mlx 0."
+    ), said[0]
     assert said[3].split() == ["gate", "plan", "value", "limit", "headroom", "where"]
     assert said[-1].startswith("differ (logits, cache): sigma, ")
     assert "; first wrong position 1 (plan " in said[-1]
@@ -65,16 +76,22 @@ def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(answer: Path,
 def test_a_wrong_llama_fails_in_float64_too(answer: Path, tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", rms_norm_eps=1.01e-5))
     said = failing(mlxkv.load(folder, dtype="float64"), answer, plans=["full"])
-    assert said.splitlines()[-1].startswith("differ (algebra): algebra (float64); first wrong position 0 (plan full")
+    assert said.splitlines()[-1].startswith(
+        "differ (algebra): algebra (float64); first wrong position 0 (plan full"
+    )
 
 
-def test_other_weights_cannot_be_told_and_that_fails(answer: Path, model_of: Callable[..., Llama]) -> None:
+def test_other_weights_cannot_be_told_and_that_fails(
+    answer: Path, model_of: Callable[..., Llama]
+) -> None:
     said = failing(model_of("mha"), answer)
     assert said.splitlines()[-1] == "cannot tell"
     assert "weights fingerprint is " in said
 
 
-def test_an_object_of_mlx_lms_convention_passes_and_fails(answer: Path, own: own_llama.OwnLlama) -> None:
+def test_an_object_of_mlx_lms_convention_passes_and_fails(
+    answer: Path, own: own_llama.OwnLlama
+) -> None:
     assert_agrees(own, answer)
     own.config["rope_theta"] = 10100.0
     said = failing(own, answer, plans=["full", "step"])
@@ -82,22 +99,33 @@ def test_an_object_of_mlx_lms_convention_passes_and_fails(answer: Path, own: own
     assert "note: not compared: prefixes, chunked (no usable trace of that plan)" in said
 
 
-def test_what_does_not_follow_the_convention_is_refused(answer: Path, own: own_llama.OwnLlama) -> None:
-    with pytest.raises(Refusal, match=r"function: a function without make_cache\(\), expected mlx-lm's convention"):
+def test_what_does_not_follow_the_convention_is_refused(
+    answer: Path, own: own_llama.OwnLlama
+) -> None:
+    with pytest.raises(
+        Refusal, match=r"function: a function without make_cache\(\), expected mlx-lm's convention"
+    ):
         assert_agrees(lambda tokens, cache: tokens, answer)
-    with pytest.raises(Refusal, match=r"dtype: 'float64', expected 'float32': only an mlxkv\.Llama"):
+    with pytest.raises(
+        Refusal, match=r"dtype: 'float64', expected 'float32': only an mlxkv\.Llama"
+    ):
         assert_agrees(own, answer, dtype="float64")
     assert failing(own, answer, dtype="float16").splitlines()[-1] == "OwnLlama: cannot tell"
 
 
 def test_an_error_of_the_model_keeps_its_traceback(answer: Path, own: own_llama.OwnLlama) -> None:
     del own.weights["model.norm.weight"]
-    with pytest.raises(Refusal, match=r"OwnLlama: model\(tokens, cache=cache\) failed with KeyError: .* \(own_llama\.py:") as failed:
+    with pytest.raises(
+        Refusal,
+        match=r"OwnLlama: model\(tokens, cache=cache\) failed with KeyError: .* \(own_llama\.py:",
+    ) as failed:
         assert_agrees(own, answer)
     assert isinstance(failed.value.__cause__, KeyError)
 
 
-def test_traces_pass_however_they_are_given(answer: Path, traces: dict[str, trace.Trace], tmp_path: Path) -> None:
+def test_traces_pass_however_they_are_given(
+    answer: Path, traces: dict[str, trace.Trace], tmp_path: Path
+) -> None:
     assert_agrees(traces, answer)
     assert_agrees(traces, answer, plans=("full", "step"))
     assert_agrees(traces["step"], answer)
@@ -116,10 +144,14 @@ def test_a_wrong_trace_fails(answer: Path, traces: dict[str, trace.Trace]) -> No
     assert failing({"full": one}, answer).splitlines()[-1] == "cannot tell"
 
 
-def test_nothing_to_judge_is_refused_and_no_pass(answer: Path, traces: dict[str, trace.Trace], own: own_llama.OwnLlama) -> None:
+def test_nothing_to_judge_is_refused_and_no_pass(
+    answer: Path, traces: dict[str, trace.Trace], own: own_llama.OwnLlama
+) -> None:
     for model in (own, traces):
         for plans in ([], ["stpe"]):
-            with pytest.raises(Refusal, match=r"plans: (none|stpe), expected some of chunked, full, prefixes, step"):
+            with pytest.raises(
+                Refusal, match=r"plans: (none|stpe), expected some of chunked, full, prefixes, step"
+            ):
                 assert_agrees(model, answer, plans=plans)
     with pytest.raises(Refusal, match=r"traces: none of plan full, expected one"):
         assert_agrees(traces["step"], answer, plans=["full"])
@@ -127,8 +159,12 @@ def test_nothing_to_judge_is_refused_and_no_pass(answer: Path, traces: dict[str,
         assert_agrees({}, answer)
 
 
-def test_a_llama_of_another_dtype_than_was_said_is_refused(answer: Path, model_of: Callable[..., Llama]) -> None:
-    with pytest.raises(Refusal, match="dtype: 'float16', expected 'float32' as the model's own; load it in float16"):
+def test_a_llama_of_another_dtype_than_was_said_is_refused(
+    answer: Path, model_of: Callable[..., Llama]
+) -> None:
+    with pytest.raises(
+        Refusal, match="dtype: 'float16', expected 'float32' as the model's own; load it in float16"
+    ):
         assert_agrees(model_of(), answer, dtype="float16")
 
 
@@ -146,7 +182,9 @@ def test_the_process_is_left_as_it_was(answer: Path, folder_of: Callable[[str], 
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
 
 
-def test_it_is_a_public_name_and_a_trace_needs_no_mlx(answer: Path, traces: dict[str, trace.Trace], tmp_path: Path) -> None:
+def test_it_is_a_public_name_and_a_trace_needs_no_mlx(
+    answer: Path, traces: dict[str, trace.Trace], tmp_path: Path
+) -> None:
     assert "testing" in dir(mlxkv)
     trace.write(tmp_path / "step.safetensors", traces["step"].meta, dict(traces["step"].arrays))
     code = (
@@ -156,7 +194,9 @@ def test_it_is_a_public_name_and_a_trace_needs_no_mlx(answer: Path, traces: dict
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_logits_are_asked_for_on_the_device_that_the_caller_chose(answer: Path, own: own_llama.OwnLlama) -> None:
+def test_logits_are_asked_for_on_the_device_that_the_caller_chose(
+    answer: Path, own: own_llama.OwnLlama
+) -> None:
     before = mx.default_device()
     assert_agrees(own, answer, plans=["full"])
     assert mx.default_device() == before

@@ -12,12 +12,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import LINUX, NOISE, Array, N, cache_names, changed, make_algebra, make_candidates, make_case, meta, plans, rows, texts
+from synthetic import (
+    LINUX,
+    NOISE,
+    Array,
+    N,
+    cache_names,
+    changed,
+    make_algebra,
+    make_candidates,
+    make_case,
+    meta,
+    plans,
+    rows,
+    texts,
+)
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
 from mlxkv.judge.verdict import SIGMA_LEAST, judge
-from oracle.trace import Trace
+from oracle.formats.trace import Trace
 
 CASE = make_case()
 RUNS = make_candidates(CASE)
@@ -91,7 +105,12 @@ def stale(position: int, count: int = 1) -> Callable[[Array], Array]:
 
 def test_a_correct_engine_agrees_in_every_scope_and_every_gate_is_shown() -> None:
     verdict = judge(CASE, RUNS, algebra=EXACT)
-    assert (verdict.outcome, verdict.exit_code, verdict.hint, verdict.first_wrong) == ("agree", 0, None, None)
+    assert (verdict.outcome, verdict.exit_code, verdict.hint, verdict.first_wrong) == (
+        "agree",
+        0,
+        None,
+        None,
+    )
     assert verdict.scopes == ("algebra", "logits", "cache")
     assert verdict.plans == ("full", "step", "prefixes", "chunked")
     assert (verdict.reasons, verdict.notes) == ((), ())
@@ -109,7 +128,12 @@ def test_a_coarse_dtype_agrees_too_and_says_what_would_pass(dtype: str) -> None:
     assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
     note, _ = verdict.notes
     seen = {"float16": "1.1", "bfloat16": "2"}[dtype]
-    assert note.startswith((f"in {dtype} logits times 1.001 pass (sigma 0.", f"in {dtype} logits times 1.001 pass (sigma 1."))
+    assert note.startswith(
+        (
+            f"in {dtype} logits times 1.001 pass (sigma 0.",
+            f"in {dtype} logits times 1.001 pass (sigma 1.",
+        )
+    )
     assert note.endswith(f"unseen outside lane A; times {seen} is seen")
 
 
@@ -124,13 +148,29 @@ FAULTS: dict[str, Fault] = {
         "step",
     ),
     "one row wrong": (
-        with_step(lambda t: changed(t, "logits", on_row(9, lambda r: r + np.linspace(-0.01, 0.01, r.size, dtype=np.float32)))),
+        with_step(
+            lambda t: changed(
+                t,
+                "logits",
+                on_row(9, lambda r: r + np.linspace(-0.01, 0.01, r.size, dtype=np.float32)),
+            )
+        ),
         ["sigma", "worst position", "peak", CACHED],
         9,
         "step",
     ),
-    "every logit of every plan 0.05 too high": (on_all(lambda a: a + np.float32(0.05)), ["shift"], 0, "full"),
-    "one logit of the last row a little wrong": (on_all(on_row(-1, lambda r: r + 5e-4 * (np.arange(r.size) == 7))), ["peak"], 23, "full"),
+    "every logit of every plan 0.05 too high": (
+        on_all(lambda a: a + np.float32(0.05)),
+        ["shift"],
+        0,
+        "full",
+    ),
+    "one logit of the last row a little wrong": (
+        on_all(on_row(-1, lambda r: r + 5e-4 * (np.arange(r.size) == 7))),
+        ["peak"],
+        23,
+        "full",
+    ),
     "the best two of one row swapped": (
         with_step(lambda t: changed(t, "logits", on_row(12, swap_best))),
         ["sigma", "worst position", "peak", "decisive flips", CACHED],
@@ -143,7 +183,12 @@ FAULTS: dict[str, Fault] = {
         14,
         "step",
     ),
-    "a stale key row": (with_step(lambda t: changed(t, "kv/a/001/keys", stale(10))), ["keys worst row"], 10, "step"),
+    "a stale key row": (
+        with_step(lambda t: changed(t, "kv/a/001/keys", stale(10))),
+        ["keys worst row"],
+        10,
+        "step",
+    ),
     "three stale value rows": (
         with_step(lambda t: changed(t, "kv/a/000/values", stale(10, 3))),
         ["values 95%", "values worst row"],
@@ -151,7 +196,9 @@ FAULTS: dict[str, Fault] = {
         "step",
     ),
     "keys in float16": (
-        with_step(lambda t: changed(t, "kv/a/000/keys", lambda a: a.astype(np.float16).astype(np.float32))),
+        with_step(
+            lambda t: changed(t, "kv/a/000/keys", lambda a: a.astype(np.float16).astype(np.float32))
+        ),
         ["keys median", "keys 95%", "keys worst row"],
         0,
         "step",
@@ -193,7 +240,9 @@ def test_a_fault_is_caught_by_its_gates_and_at_its_place(fault: str) -> None:
 def test_every_gate_that_meets_a_nan_has_its_place() -> None:
     logits, cache = judge(CASE, FAULTS["a NaN"][0]), judge(CASE, FAULTS["a NaN in the cache"][0])
     assert [gate(logits, name).first for name in ("finite", *LOGITS, CACHED)] == [7] * 6
-    assert [gate(cache, f"values {what}").first for what in ("median", "95%", "worst row")] == [7] * 3
+    assert [gate(cache, f"values {what}").first for what in ("median", "95%", "worst row")] == [
+        7
+    ] * 3
 
 
 def test_the_place_in_the_cache_has_its_layer_and_head() -> None:
@@ -208,7 +257,9 @@ def test_an_error_far_below_the_noise_shows_in_algebra_only() -> None:
     assert (verdict.outcome, failed(verdict)) == ("differ", ["algebra (float64)"])
     assert verdict.first_wrong is not None
     assert (verdict.first_wrong.position, verdict.first_wrong.plan) == (6, "full")
-    assert gate(verdict, "algebra (float64)").value == pytest.approx(1e-8 / np.abs(CASE.truth.logits).max(), rel=1e-3)
+    assert gate(verdict, "algebra (float64)").value == pytest.approx(
+        1e-8 / np.abs(CASE.truth.logits).max(), rel=1e-3
+    )
 
 
 def test_a_wrong_row_of_the_float64_cache_shows_in_algebra_only() -> None:
@@ -220,12 +271,30 @@ def test_a_wrong_row_of_the_float64_cache_shows_in_algebra_only() -> None:
 
 
 UNTOLD: dict[str, tuple[Mapping[str, Trace], str]] = {
-    "a missing row": (with_step(lambda t: rows(t, [p for p in range(N) if p != 9])), "no row for position 9"),
-    "a row twice": (with_step(lambda t: rows(t, [*range(N), 7])), "more than one row for position 7"),
-    "a row beyond the end": (with_step(lambda t: changed(rows(t, [*range(N), 7]), "positions", put((24,), 24))), "a row for position 24"),
-    "other weights": (with_step(lambda t: replace(t, meta=replace(t.meta, fingerprint="0" * 64))), "weights fingerprint is 0000"),
-    "another plan": (with_step(lambda t: replace(t, meta=replace(t.meta, plan=plans()["chunked"]))), "plan digest is"),
-    "a column less": (with_step(lambda t: changed(t, "logits", lambda a: a[:, 1:])), "logits have 63 columns"),
+    "a missing row": (
+        with_step(lambda t: rows(t, [p for p in range(N) if p != 9])),
+        "no row for position 9",
+    ),
+    "a row twice": (
+        with_step(lambda t: rows(t, [*range(N), 7])),
+        "more than one row for position 7",
+    ),
+    "a row beyond the end": (
+        with_step(lambda t: changed(rows(t, [*range(N), 7]), "positions", put((24,), 24))),
+        "a row for position 24",
+    ),
+    "other weights": (
+        with_step(lambda t: replace(t, meta=replace(t.meta, fingerprint="0" * 64))),
+        "weights fingerprint is 0000",
+    ),
+    "another plan": (
+        with_step(lambda t: replace(t, meta=replace(t.meta, plan=plans()["chunked"]))),
+        "plan digest is",
+    ),
+    "a column less": (
+        with_step(lambda t: changed(t, "logits", lambda a: a[:, 1:])),
+        "logits have 63 columns",
+    ),
     "no rows": (with_step(lambda t: rows(t, [])), "no row for position 4"),
     "no runs": ({}, "nothing to compare"),
     "two engines": (
@@ -233,11 +302,17 @@ UNTOLD: dict[str, tuple[Mapping[str, Trace], str]] = {
         "traces of other 1.0, port 1.0, expected one engine",
     ),
     "a layer without keys": (
-        with_step(lambda t: replace(t, arrays={k: a for k, a in t.arrays.items() if k != "kv/a/001/keys"})),
+        with_step(
+            lambda t: replace(t, arrays={k: a for k, a in t.arrays.items() if k != "kv/a/001/keys"})
+        ),
         "no kv/a/001/keys",
     ),
     "a cache one row short": (
-        with_step(lambda t: replace(t, arrays={k: a[:, :-1] if k.startswith("kv") else a for k, a in t.arrays.items()})),
+        with_step(
+            lambda t: replace(
+                t, arrays={k: a[:, :-1] if k.startswith("kv") else a for k, a in t.arrays.items()}
+            )
+        ),
         "kv/a/000/keys has shape [2, 23, 8], expected [2, 24, 8]",
     ),
     "nearer to the truth than noise allows": (
@@ -251,7 +326,12 @@ UNTOLD: dict[str, tuple[Mapping[str, Trace], str]] = {
 def test_what_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
     runs, reason = UNTOLD[doubt]
     verdict = judge(CASE, runs)
-    assert (verdict.outcome, verdict.exit_code, verdict.first_wrong, verdict.hint) == ("cannot tell", 2, None, None)
+    assert (verdict.outcome, verdict.exit_code, verdict.first_wrong, verdict.hint) == (
+        "cannot tell",
+        2,
+        None,
+        None,
+    )
     assert reason in " / ".join(verdict.reasons)
     json.dumps(verdict.to_json(), allow_nan=False)
 
@@ -266,7 +346,9 @@ def test_a_run_bitwise_equal_to_a_pool_member_agrees() -> None:
     member = dict(CASE.references["step"].arrays)
     verdict = judge(CASE, RUNS | {"step": replace(RUNS["step"], arrays=member)})
     assert verdict.outcome == "agree"
-    assert [g.value for g in verdict.gates if (g.name, g.plan) == ("sigma", "step")] == pytest.approx([0.97], abs=0.03)
+    assert [
+        g.value for g in verdict.gates if (g.name, g.plan) == ("sigma", "step")
+    ] == pytest.approx([0.97], abs=0.03)
 
 
 def test_nearness_to_the_truth_is_no_doubt_in_a_coarse_dtype() -> None:
@@ -283,21 +365,36 @@ def without_cache(runs: Mapping[str, Trace]) -> dict[str, Trace]:
 def test_a_trace_without_keys_covers_logits_only_and_says_so() -> None:
     verdict = judge(CASE, without_cache(RUNS))
     assert (verdict.outcome, verdict.scopes, verdict.reasons) == ("agree", ("logits",), ())
-    assert [g.reason for g in verdict.worst if not g.ran] == ["not run: no float64 run of this engine", *["not run: no keys in trace"] * 6]
+    assert [g.reason for g in verdict.worst if not g.ran] == [
+        "not run: no float64 run of this engine",
+        *["not run: no keys in trace"] * 6,
+    ]
     assert not gate(verdict, CACHED).failed
 
 
 def test_an_engine_that_gives_last_rows_only_is_held_against_its_own_prefixes() -> None:
-    runs = {name: rows(RUNS[name], [p - RUNS[name].positions[0] for p in range(4, N)]) for name in ("step", "prefixes")}
+    runs = {
+        name: rows(RUNS[name], [p - RUNS[name].positions[0] for p in range(4, N)])
+        for name in ("step", "prefixes")
+    }
     verdict = judge(CASE, runs)
-    assert (verdict.outcome, verdict.scopes, verdict.plans) == ("agree", ("logits", "cache"), ("step", "prefixes"))
+    assert (verdict.outcome, verdict.scopes, verdict.plans) == (
+        "agree",
+        ("logits", "cache"),
+        ("step", "prefixes"),
+    )
     assert verdict.notes == ("not compared: full, chunked (no usable trace of that plan)",)
-    off = judge(CASE, runs | {"step": changed(runs["step"], "logits", on_row(3, lambda r: r + np.float32(2e-4)))})
+    off = judge(
+        CASE,
+        runs | {"step": changed(runs["step"], "logits", on_row(3, lambda r: r + np.float32(2e-4)))},
+    )
     assert failed(off) == ["shift", CACHED]
     assert gate(off, CACHED).position == 7
 
 
-@pytest.mark.parametrize(("plan", "reason"), [("step", "no trace of plan step"), ("full", "no trace of plan prefixes")])
+@pytest.mark.parametrize(
+    ("plan", "reason"), [("step", "no trace of plan step"), ("full", "no trace of plan prefixes")]
+)
 def test_a_cache_scope_needs_both_sides(plan: str, reason: str) -> None:
     runs = {name: t for name, t in RUNS.items() if name not in (plan, "prefixes")}
     verdict = judge(CASE, runs)
@@ -316,17 +413,25 @@ def test_where_nothing_is_decoded_the_cache_is_not_compared_with_itself() -> Non
     case = make_case(n=5, prompt=5)
     verdict = judge(case, make_candidates(case))
     assert (verdict.outcome, verdict.scopes) == ("agree", ("logits",))
-    assert gate(verdict, CACHED).reason == "not run: nothing was decoded, step is the same plan as full"
+    assert (
+        gate(verdict, CACHED).reason
+        == "not run: nothing was decoded, step is the same plan as full"
+    )
 
 
 @pytest.mark.parametrize(
     ("probes", "reason"),
     [
-        ({"matmul": 1e-16, "exp": 3e-8}, "cannot tell: float64 probe exp is 3e-08 off numpy, limit 1e-14"),
+        (
+            {"matmul": 1e-16, "exp": 3e-8},
+            "cannot tell: float64 probe exp is 3e-08 off numpy, limit 1e-14",
+        ),
         ({}, "not run: no float64 probes in trace"),
     ],
 )
-def test_float64_operations_that_are_not_float64_take_the_algebra_away(probes: dict[str, float], reason: str) -> None:
+def test_float64_operations_that_are_not_float64_take_the_algebra_away(
+    probes: dict[str, float], reason: str
+) -> None:
     algebra = {name: replace(t, meta=replace(t.meta, probes=probes)) for name, t in EXACT.items()}
     verdict = judge(CASE, RUNS, algebra=algebra)
     assert (verdict.outcome, verdict.scopes) == ("agree", ("logits", "cache"))
@@ -335,13 +440,22 @@ def test_float64_operations_that_are_not_float64_take_the_algebra_away(probes: d
 
 def proofs(**values: Any) -> Case:
     return replace(
-        CASE, manifest=replace(CASE.manifest, proofs={k: v for k, v in (CASE.manifest.proofs | values).items() if v != "absent"})
+        CASE,
+        manifest=replace(
+            CASE.manifest,
+            proofs={k: v for k, v in (CASE.manifest.proofs | values).items() if v != "absent"},
+        ),
     )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("truth_agreement", 2e-10), ("transformers_double", 7e-6), ("transformers_double", "absent"), ("truth_agreement", None)],
+    [
+        ("truth_agreement", 2e-10),
+        ("transformers_double", 7e-6),
+        ("transformers_double", "absent"),
+        ("truth_agreement", None),
+    ],
 )
 def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None:
     wrong = proofs(**{name: value})
@@ -360,14 +474,21 @@ def bad_member(scale: float) -> Case:
     shift = error.mean(1)
     centred = error - shift[:, None]
     floors = {name: a.copy() for name, a in CASE.floors.items()}
-    floors["rms"][3], floors["shift"][3], floors["peak"][3] = np.sqrt((centred**2).mean(1)), shift, np.abs(centred).max(1)
+    floors["rms"][3], floors["shift"][3], floors["peak"][3] = (
+        np.sqrt((centred**2).mean(1)),
+        shift,
+        np.abs(centred).max(1),
+    )
     return replace(CASE, references=dict(CASE.references) | {"step": step}, floors=floors)
 
 
 def test_a_pool_whose_member_does_not_agree_with_the_others_tells_nothing() -> None:
     verdict = judge(bad_member(1.0003), FAULTS["rows one too late"][0], algebra=EXACT)
     assert "sigma" in failed(verdict)
-    assert (verdict.outcome, [c.passed for c in verdict.controls]) == ("cannot tell", [False, True, True])
+    assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
+        "cannot tell",
+        [False, True, True],
+    )
     assert verdict.reasons[0].startswith("control 'sdpa-step, held out': sigma is 2")
     algebra = EXACT | {"full": changed(EXACT["full"], "logits", lambda a: a + 1e-6)}
     assert judge(bad_member(1.0003), RUNS, algebra=algebra).outcome == "differ"
@@ -376,25 +497,35 @@ def test_a_pool_whose_member_does_not_agree_with_the_others_tells_nothing() -> N
 def test_floors_that_are_not_those_of_the_reference_tell_nothing() -> None:
     floors = dict(CASE.floors) | {"rms": CASE.floors["rms"] * 1.01}
     verdict = judge(replace(CASE, floors=floors), RUNS)
-    assert (verdict.outcome, [c.passed for c in verdict.controls]) == ("cannot tell", [True, True, False])
+    assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
+        "cannot tell",
+        [True, True, False],
+    )
 
 
 def test_floors_that_would_let_a_scale_of_1_001_pass_tell_nothing() -> None:
     case = make_case(noise=2e-3)
     verdict = judge(case, make_candidates(case, size=2e-3))
-    assert (verdict.outcome, [c.passed for c in verdict.controls]) == ("cannot tell", [True, False, True])
+    assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
+        "cannot tell",
+        [True, False, True],
+    )
 
 
 def test_a_floor_above_1e_4_of_the_largest_logit_tells_nothing() -> None:
     case = make_case(noise=5e-3)
     verdict = judge(case, make_candidates(case, size=5e-3))
     assert verdict.outcome == "cannot tell"
-    assert verdict.reasons[0].startswith("noise floor: 0.00016 of max |truth|, expected at most 0.0001 in float32")
+    assert verdict.reasons[0].startswith(
+        "noise floor: 0.00016 of max |truth|, expected at most 0.0001 in float32"
+    )
 
 
 def test_a_truth_that_is_not_finite_tells_nothing() -> None:
     for name in ("logits", cache_names()[0]):
-        broken = replace(CASE, truth=changed(CASE.truth, name, lambda a: np.where(a == a.max(), np.nan, a)))
+        broken = replace(
+            CASE, truth=changed(CASE.truth, name, lambda a: np.where(a == a.max(), np.nan, a))
+        )
         verdict = judge(broken, RUNS)
         assert (verdict.outcome, verdict.gates) == ("cannot tell", ())
         assert "not finite" in verdict.reasons[0]
@@ -408,11 +539,24 @@ def test_an_oracle_folder_that_cannot_serve_tells_nothing() -> None:
 
 NOTES: dict[str, tuple[Case, Mapping[str, Trace], str]] = {
     "noisy": (CASE, make_candidates(CASE, size=3.3e-5), "agrees, noisier than usual: sigma is 3."),
-    "undeclared": (CASE, with_step(lambda t: replace(t, meta=replace(t.meta, fingerprint=None))), "weights undeclared"),
-    "other config": (CASE, with_step(lambda t: replace(t, meta=replace(t.meta, config_digest="0"))), "config digest differs"),
+    "undeclared": (
+        CASE,
+        with_step(lambda t: replace(t, meta=replace(t.meta, fingerprint=None))),
+        "weights undeclared",
+    ),
+    "other config": (
+        CASE,
+        with_step(lambda t: replace(t, meta=replace(t.meta, config_digest="0"))),
+        "config digest differs",
+    ),
     "a Mac": (
         CASE,
-        {n: replace(t, meta=replace(t.meta, device="gpu", environment=LINUX | {"os": "macOS 27"})) for n, t in RUNS.items()},
+        {
+            n: replace(
+                t, meta=replace(t.meta, device="gpu", environment=LINUX | {"os": "macOS 27"})
+            )
+            for n, t in RUNS.items()
+        },
         "limits not calibrated on this device (macos gpu)",
     ),
     "alike members": (
@@ -475,25 +619,48 @@ def test_a_verdict_is_plain_json_with_finite_numbers_only() -> None:
     )
     sigma = next(g for g in value["gates"] if (g["name"], g["plan"]) == ("sigma", "step"))
     assert (sigma["value"], sigma["failed"], sigma["headroom"]) == (None, True, None)
-    assert value["first_wrong"] == {"position": 7, "token": " t7", "plan": "step", "gate": "finite", "layer": None}
+    assert value["first_wrong"] == {
+        "position": 7,
+        "token": " t7",
+        "plan": "step",
+        "gate": "finite",
+        "layer": None,
+    }
     assert len(value["by_position"]["floor"]) == N
-    assert [c["plan"] for c in value["by_position"]["rms"]] == ["full", "step", "prefixes", "chunked"]
+    assert [c["plan"] for c in value["by_position"]["rms"]] == [
+        "full",
+        "step",
+        "prefixes",
+        "chunked",
+    ]
 
 
 @given(power=st.integers(-12, 12), seed=st.integers(0, 50))
 @settings(max_examples=15, deadline=None)
-def test_sigma_is_the_same_when_truth_noise_and_run_are_scaled_together(power: int, seed: int) -> None:
+def test_sigma_is_the_same_when_truth_noise_and_run_are_scaled_together(
+    power: int, seed: int
+) -> None:
     factor = 2.0**power
 
     def scaled(trace: Trace) -> Trace:
         return changed(trace, "logits", lambda a: a * a.dtype.type(factor))
 
-    floors = {name: a * factor if name in ("rms", "peak", "shift", "cached") else a for name, a in CASE.floors.items()}
-    case = replace(CASE, truth=scaled(CASE.truth), references={n: scaled(t) for n, t in CASE.references.items()}, floors=floors)
+    floors = {
+        name: a * factor if name in ("rms", "peak", "shift", "cached") else a
+        for name, a in CASE.floors.items()
+    }
+    case = replace(
+        CASE,
+        truth=scaled(CASE.truth),
+        references={n: scaled(t) for n, t in CASE.references.items()},
+        floors=floors,
+    )
     runs = make_candidates(CASE, seed=seed)
     found = judge(case, {n: scaled(t) for n, t in runs.items()})
     usual = judge(CASE, runs)
-    assert [(g.name, g.plan, g.value) for g in found.gates if g.ran] == [(g.name, g.plan, g.value) for g in usual.gates if g.ran]
+    assert [(g.name, g.plan, g.value) for g in found.gates if g.ran] == [
+        (g.name, g.plan, g.value) for g in usual.gates if g.ran
+    ]
     assert found.outcome == usual.outcome == "agree"
 
 
@@ -504,10 +671,18 @@ def test_the_order_of_rows_in_a_trace_does_not_change_the_verdict(order: list[in
         keep = [p - int(trace.positions[0]) for p in order if p >= trace.positions[0]]
         return rows(trace, keep)
 
-    found = judge(CASE, {n: mixed(t) for n, t in RUNS.items()}, algebra={n: mixed(t) for n, t in EXACT.items()})
+    found = judge(
+        CASE,
+        {n: mixed(t) for n, t in RUNS.items()},
+        algebra={n: mixed(t) for n, t in EXACT.items()},
+    )
     usual = judge(CASE, RUNS, algebra=EXACT)
     assert found.gates == usual.gates
-    assert (found.outcome, found.tables, found.curves) == (usual.outcome, usual.tables, usual.curves)
+    assert (found.outcome, found.tables, found.curves) == (
+        usual.outcome,
+        usual.tables,
+        usual.curves,
+    )
 
 
 def test_a_pool_far_below_one_ulp_does_not_make_a_correct_engine_doubtful() -> None:

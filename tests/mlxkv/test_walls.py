@@ -14,17 +14,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("oracle.plan", "oracle.trace", "oracle.checkpoint", "oracle.tokens", "oracle.process")
+SHARED = (
+    "oracle.formats.plan",
+    "oracle.formats.trace",
+    "oracle.model.checkpoint",
+    "oracle.model.tokenizer",
+    "oracle.formats.exits",
+)
 """All that mlxkv may know of the oracle: what carries, and how a process lives."""
 
 # Folder -> what nothing in it may import, and what is allowed all the same.
 WALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mlxkv": (("torch", "transformers", "oracle"), SHARED),
     # The thing under test knows no judge, no engine, no trace; it writes files as they are written.
-    "mlxkv/port": (("mlxkv", "oracle"), ("mlxkv.port", "oracle.plan.Refusal", "oracle.checkpoint", "oracle.trace.atomic")),
+    "mlxkv/port": (
+        ("mlxkv", "oracle"),
+        (
+            "mlxkv.port",
+            "oracle.formats.errors.Refusal",
+            "oracle.model.checkpoint",
+            "oracle.formats.disk.atomic",
+        ),
+    ),
     # Judging and reporting work on any machine. The scenarios are plans and what is known of them: data.
-    "mlxkv/judge": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.judge", "mlxkv.scenarios")),
-    "mlxkv/report": (("mlx", "mlx_lm", "mlxkv"), ("mlxkv.report", "mlxkv.judge", "mlxkv.scenarios")),
+    "mlxkv/judge": (
+        ("mlx", "mlx_lm", "mlxkv"),
+        ("mlxkv.judge", "mlxkv.commands.pitfalls.scenarios"),
+    ),
+    "mlxkv/report": (
+        ("mlx", "mlx_lm", "mlxkv"),
+        ("mlxkv.report", "mlxkv.judge", "mlxkv.commands.pitfalls.scenarios"),
+    ),
     "oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
     "tests/oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
     "tests/mlxkv": (("torch", "transformers"), ()),
@@ -41,11 +61,20 @@ def imported(path: Path, package: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parts = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             base = ".".join([*parts, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
+            yield from (
+                (node.lineno, a.value)
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
 
 
 def breaches(root: Path, folder: str) -> list[str]:
@@ -62,7 +91,9 @@ def breaches(root: Path, folder: str) -> list[str]:
 def modules(root: Path, package: str) -> list[str]:
     """Every module of a package but the ones that run when imported."""
     paths = sorted((root / package).rglob("*.py"))
-    names = (".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for p in paths)
+    names = (
+        ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for p in paths
+    )
     return [n for n in names if not n.endswith("__main__")]
 
 
@@ -70,7 +101,14 @@ def loaded_by(root: Path, *names: str) -> set[str]:
     """What a fresh process has loaded once it has imported these."""
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(root)}
-    finished = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(finished.stdout.split())
 
 
@@ -78,7 +116,9 @@ def loaded_by(root: Path, *names: str) -> set[str]:
 def copy(tmp_path: Path) -> Path:
     """The sources in a folder of their own, with packages that load at once in place of the heavy ones."""
     for package in ("mlxkv", "oracle"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("torch", "transformers", "mlx_lm"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "tests/oracle").mkdir(parents=True)
@@ -101,15 +141,15 @@ def test_no_import_goes_over_a_wall(folder: str) -> None:
         ("mlxkv", "from torch import nn", "torch.nn"),
         ("mlxkv", "from transformers import LlamaConfig as C", "transformers.LlamaConfig"),
         ("mlxkv", "import oracle", "oracle"),
-        ("mlxkv", "from oracle import truth as plan", "oracle.truth"),
-        ("mlxkv", "import oracle.truth", "oracle.truth"),
-        ("mlxkv", "from oracle.config import read_config", "oracle.config.read_config"),
+        ("mlxkv", "from oracle import truth as plan", "oracle.truth.llama"),
+        ("mlxkv", "import oracle.truth", "oracle.truth.llama"),
+        ("mlxkv", "from oracle.config import read_config", "oracle.truth.config.read_config"),
         ("mlxkv", "import importlib; importlib.import_module('torch.nn')", "torch.nn"),
         ("mlxkv/port", "from mlxkv.judge import delta", "mlxkv.judge.delta"),
         ("mlxkv/port", "from ..judge import delta", "mlxkv.judge.delta"),
-        ("mlxkv/port", "from oracle.plan import Plan", "oracle.plan.Plan"),
-        ("mlxkv/port", "from oracle import trace", "oracle.trace"),
-        ("mlxkv/port", "from oracle.trace import Trace", "oracle.trace.Trace"),
+        ("mlxkv/port", "from oracle.plan import Plan", "oracle.formats.plan.Plan"),
+        ("mlxkv/port", "from oracle import trace", "oracle.formats.trace"),
+        ("mlxkv/port", "from oracle.trace import Trace", "oracle.formats.trace.Trace"),
         ("mlxkv/judge", "import mlx.core as mx", "mlx.core"),
         ("mlxkv/judge", "from .. import port", "mlxkv.port"),
         ("mlxkv/report", "from mlxkv.engines import port", "mlxkv.engines.port"),
@@ -120,14 +160,18 @@ def test_no_import_goes_over_a_wall(folder: str) -> None:
         ("tests/mlxkv", "import torch.nn as nn", "torch.nn"),
     ],
 )
-def test_an_import_over_a_wall_is_found_wherever_it_hides(folder: str, line: str, name: str, copy: Path) -> None:
+def test_an_import_over_a_wall_is_found_wherever_it_hides(
+    folder: str, line: str, name: str, copy: Path
+) -> None:
     (copy / folder / "spy.py").write_text(f"def f():\n    if True:\n        {line}\n")
 
     assert f"{folder}/spy.py:3: {name}" in breaches(copy, folder)
 
 
 def test_an_import_that_only_sounds_forbidden_is_none(copy: Path) -> None:
-    (copy / "mlxkv/spy.py").write_text("import torchlight, oracles\nfrom oracle import plan, trace\nfrom oracle.tokens import load\n")
+    (copy / "mlxkv/spy.py").write_text(
+        "import torchlight, oracles\nfrom oracle import plan, trace\nfrom oracle.tokens import load\n"
+    )
     (copy / "oracle/spy.py").write_text("import mlxkvs\nfrom . import plan\n")
 
     assert [b for folder in ("mlxkv", "oracle") for b in breaches(copy, folder)] == []
@@ -135,7 +179,19 @@ def test_an_import_that_only_sounds_forbidden_is_none(copy: Path) -> None:
 
 # In fresh processes.
 
-HEAVY = {"mlx", "mlx.core", "torch", "transformers", "numpy", "oracle", "click", "rich", "matplotlib", "safetensors", "mlxkv.port"}
+HEAVY = {
+    "mlx",
+    "mlx.core",
+    "torch",
+    "transformers",
+    "numpy",
+    "oracle",
+    "click",
+    "rich",
+    "matplotlib",
+    "safetensors",
+    "mlxkv.port",
+}
 
 
 def test_importing_mlxkv_loads_nothing_of_weight() -> None:
@@ -151,9 +207,15 @@ def test_an_import_of_weight_is_found(copy: Path) -> None:
 
 def test_importing_mlxkv_changes_nothing_in_the_process() -> None:
     code = "import os; before = dict(os.environ); import mlxkv; assert dict(os.environ) == before, 'environment'"
-    maps = "; print(sum('blas' in line or 'blis' in line for line in open('/proc/self/maps')))" if sys.platform == "linux" else "; print(0)"
+    maps = (
+        "; print(sum('blas' in line or 'blis' in line for line in open('/proc/self/maps')))"
+        if sys.platform == "linux"
+        else "; print(0)"
+    )
 
-    finished = subprocess.run([sys.executable, "-c", code + maps], capture_output=True, text=True, check=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", code + maps], capture_output=True, text=True, check=True
+    )
 
     assert finished.stdout == "0\n"
 
@@ -200,7 +262,7 @@ def test_a_shared_module_that_loads_torch_by_way_of_another_is_found(copy: Path)
 def test_no_module_of_the_oracle_loads_mlx() -> None:
     loaded = loaded_by(ROOT, *modules(ROOT, "oracle"))
 
-    assert {"oracle.truth", "oracle.reference"} <= loaded
+    assert {"oracle.truth.llama", "oracle.pool.reference"} <= loaded
     assert loaded & {"mlx", "mlx.core", "mlx_lm", "mlxkv"} == set()
 
 
@@ -208,7 +270,7 @@ def test_a_module_of_the_oracle_that_loads_mlx_is_found(copy: Path) -> None:
     with (copy / "oracle/wheel.py").open("a") as file:
         file.write("\nimport mlx.core\n")
 
-    assert "mlx.core" in loaded_by(copy, "oracle.wheel")
+    assert "mlx.core" in loaded_by(copy, "oracle.model.default")
 
 
 # The tests' own wall: tests/conftest.py.
@@ -222,7 +284,17 @@ spec.loader.exec_module(both_halves)
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [((0, 0), 0), ((0, 1), 1), ((1, 0), 1), ((2, 1), 2), ((0, 5), 0), ((5, 1), 1), ((5, 5), 5), ((0, -9), 137), ((-11, 1), 139)],
+    [
+        ((0, 0), 0),
+        ((0, 1), 1),
+        ((1, 0), 1),
+        ((2, 1), 2),
+        ((0, 5), 0),
+        ((5, 1), 1),
+        ((5, 5), 5),
+        ((0, -9), 137),
+        ((-11, 1), 139),
+    ],
 )
 def test_the_worse_of_the_two_codes_counts(codes: tuple[int, int], expected: int) -> None:
     assert both_halves.combined(codes) == expected
@@ -239,7 +311,9 @@ def test_the_worse_of_the_two_codes_counts(codes: tuple[int, int], expected: int
         ("tests/a -q tests/b::c", "tests/a tests/b::c", "-q"),
     ],
 )
-def test_the_options_of_both_halves_are_the_arguments_that_are_no_paths(arguments: str, paths: str, options: str) -> None:
+def test_the_options_of_both_halves_are_the_arguments_that_are_no_paths(
+    arguments: str, paths: str, options: str
+) -> None:
     assert both_halves._options(arguments.split(), paths.split()) == options.split()
 
 
@@ -250,7 +324,9 @@ def tests(tmp_path: Path) -> Path:
         (tmp_path / "tests" / half).mkdir(parents=True)
         write_half(tmp_path, half, "pass")
     shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\naddopts = -q -p no:cacheprovider\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\ntestpaths = tests\naddopts = -q -p no:cacheprovider\n"
+    )
     return tmp_path
 
 
@@ -259,12 +335,18 @@ def write_half(root: Path, half: str, body: str) -> None:
     (root / "tests" / half / f"test_{half}.py").write_text(text)
 
 
-def pytest_in(root: Path, *arguments: str, room: Path | None = None) -> tuple[int, list[list[str]], str]:
+def pytest_in(
+    root: Path, *arguments: str, room: Path | None = None
+) -> tuple[int, list[list[str]], str]:
     """The exit code, the fields of each test's line, and the whole output."""
-    environment = {k: v for k, v in os.environ.items() if k != "MLXKV_TEST_ROOM"} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "MLXKV_TEST_ROOM"} | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
+    }
     environment |= {"MLXKV_TEST_ROOM": str(room)} if room else {}
     command = [sys.executable, "-m", "pytest", "-s", *arguments]
-    finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     lines = [line.split() for line in finished.stdout.splitlines() if line.startswith("RAN")]
     return finished.returncode, [line[1:] for line in lines], finished.stdout
 
@@ -281,9 +363,14 @@ def test_both_halves_run_in_two_processes_that_share_a_room_gone_afterwards(test
 def test_single_tests_and_options_reach_their_half_and_a_named_room_is_used(tests: Path) -> None:
     room = tests / "room"
 
-    code, ran, _ = pytest_in(tests, "-k", "tests", "tests/mlxkv", "tests/oracle/test_oracle.py::test_oracle", room=room)
+    code, ran, _ = pytest_in(
+        tests, "-k", "tests", "tests/mlxkv", "tests/oracle/test_oracle.py::test_oracle", room=room
+    )
 
-    assert (code, [(half, where) for half, _, where, _ in ran]) == (0, [("mlxkv", str(room)), ("oracle", str(room))])
+    assert (code, [(half, where) for half, _, where, _ in ran]) == (
+        0,
+        [("mlxkv", str(room)), ("oracle", str(room))],
+    )
 
 
 def test_one_half_alone_runs_alone(tests: Path) -> None:
@@ -301,7 +388,9 @@ def test_a_half_that_is_killed_is_a_failure_and_the_other_still_runs(tests: Path
 
 
 def test_torch_beside_mlx_fails_the_test_after_which_they_met(tests: Path) -> None:
-    write_half(tests, "mlxkv", "sys.modules['torch'] = sys.modules['mlx.core'] = types.ModuleType('x')")
+    write_half(
+        tests, "mlxkv", "sys.modules['torch'] = sys.modules['mlx.core'] = types.ModuleType('x')"
+    )
 
     code, _, output = pytest_in(tests, "tests/mlxkv")
 

@@ -17,11 +17,11 @@ from safetensors.numpy import save_file
 
 from mlxkv.port import weights as weights_module
 from mlxkv.port.cache import Cache
-from mlxkv.port.config import ConfigError
+from mlxkv.port.config.llama import ConfigError
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.weights import from_checkpoint, load
-from oracle.checkpoint import resolve
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import resolve
 
 Array = npt.NDArray[Any]
 FolderOf = Callable[[str], Path]
@@ -30,13 +30,17 @@ LAYOUTS = sorted(models.LAYOUTS)
 
 def found_in(model: Llama) -> dict[str, Array]:
     """Every parameter as numpy; bfloat16 as the float32 that holds it."""
-    return {n: np.array(a.astype(mx.float32) if a.dtype == mx.bfloat16 else a) for n, a in parameters(model).items()}
+    return {
+        n: np.array(a.astype(mx.float32) if a.dtype == mx.bfloat16 else a)
+        for n, a in parameters(model).items()
+    }
 
 
 def same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
     """Equal names, dtypes and bits."""
     return found.keys() == expected.keys() and all(
-        found[n].dtype == expected[n].dtype and np.array_equal(found[n], expected[n]) for n in expected
+        found[n].dtype == expected[n].dtype and np.array_equal(found[n], expected[n])
+        for n in expected
     )
 
 
@@ -57,7 +61,9 @@ def save_bfloat16(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     data = (folder / "model.safetensors").read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = data[8:end].replace(b'"U16"', b'"BF16"')
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + data[end:]
+    )
     return folder
 
 
@@ -84,12 +90,16 @@ def test_half_precision_files_are_widened_exactly(tmp_path: Path) -> None:
     from_bf16 = load(save_bfloat16(tmp_path / "bf16", config, weights))
 
     assert same(found_in(from_f16), {n: a.astype(np.float32) for n, a in halves.items()})
-    assert same(found_in(from_bf16), {n: as_float32(stored_as_bfloat16(a)) for n, a in weights.items()})
+    assert same(
+        found_in(from_bf16), {n: as_float32(stored_as_bfloat16(a)) for n, a in weights.items()}
+    )
 
 
 def test_a_file_may_mix_dtypes(tmp_path: Path) -> None:
     config = models.config("gqa")
-    mixed = {n: a.astype(np.float16) if "mlp" in n else a for n, a in models.weights(config).items()}
+    mixed = {
+        n: a.astype(np.float16) if "mlp" in n else a for n, a in models.weights(config).items()
+    }
 
     found = found_in(load(models.save(tmp_path, config, mixed)))
 
@@ -110,29 +120,58 @@ def test_a_run_in_half_precision_has_weights_rounded_to_nearest_even(folder_of: 
 def test_rounded_to_rounds_first_and_computes_in_the_dtype(dtype: str, folder_of: FolderOf) -> None:
     weights = models.weights(models.config("gqa"))
 
-    f16, bf16 = (load(folder_of("gqa"), dtype, rounded_to=first) for first in ("float16", "bfloat16"))
+    f16, bf16 = (
+        load(folder_of("gqa"), dtype, rounded_to=first) for first in ("float16", "bfloat16")
+    )
 
     assert same(found_in(f16), {n: a.astype(np.float16).astype(dtype) for n, a in weights.items()})
-    assert same(found_in(bf16), {n: as_float32(stored_as_bfloat16(a)).astype(dtype) for n, a in weights.items()})
+    assert same(
+        found_in(bf16),
+        {n: as_float32(stored_as_bfloat16(a)).astype(dtype) for n, a in weights.items()},
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 10_000}, "tensor model.layers.10.input_layernorm.weight is missing (89973 in all)"),
-        ({"num_attention_heads": 10_000}, "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [80000, 32]"),
-        ({"intermediate_size": 2**24}, "model.layers.0.mlp.gate_proj.weight has shape [48, 32], expected [16777216, 32]"),
-        ({"vocab_size": 2**24}, "model.embed_tokens.weight has shape [40, 32], expected [16777216, 32]"),
-        ({"hidden_size": 2**20, "vocab_size": 2**24}, "has shape [40, 32], expected [16777216, 1048576]"),
-        ({"head_dim": 2**16}, "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [262144, 32]"),
+        (
+            {"num_hidden_layers": 10_000},
+            "tensor model.layers.10.input_layernorm.weight is missing (89973 in all)",
+        ),
+        (
+            {"num_attention_heads": 10_000},
+            "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [80000, 32]",
+        ),
+        (
+            {"intermediate_size": 2**24},
+            "model.layers.0.mlp.gate_proj.weight has shape [48, 32], expected [16777216, 32]",
+        ),
+        (
+            {"vocab_size": 2**24},
+            "model.embed_tokens.weight has shape [40, 32], expected [16777216, 32]",
+        ),
+        (
+            {"hidden_size": 2**20, "vocab_size": 2**24},
+            "has shape [40, 32], expected [16777216, 1048576]",
+        ),
+        (
+            {"head_dim": 2**16},
+            "model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [262144, 32]",
+        ),
     ],
 )
 def test_a_config_far_larger_than_its_weights_is_refused_before_anything_of_its_size_is_made(
     changes: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = models.save(tmp_path, models.config("gqa") | changes, models.weights(models.config("gqa")))
+    folder = models.save(
+        tmp_path, models.config("gqa") | changes, models.weights(models.config("gqa"))
+    )
     made: list[int] = []
-    monkeypatch.setattr(weights_module, "Llama", lambda config: made.append(config.num_hidden_layers) or Llama(config))
+    monkeypatch.setattr(
+        weights_module,
+        "Llama",
+        lambda config: made.append(config.num_hidden_layers) or Llama(config),
+    )
     mx.reset_peak_memory()
     held, began = mx.get_active_memory(), time.perf_counter()
 
@@ -150,12 +189,18 @@ def test_a_config_far_larger_than_its_weights_is_refused_before_anything_of_its_
 
 def sharded(folder: Path, config: Mapping[str, Any], shards: int) -> dict[str, list[str]]:
     weights = models.weights(config)
-    parts = {f"model-{i + 1:05d}-of-{shards:05d}.safetensors": sorted(weights)[i::shards] for i in range(shards)}
+    parts = {
+        f"model-{i + 1:05d}-of-{shards:05d}.safetensors": sorted(weights)[i::shards]
+        for i in range(shards)
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     for file, names in parts.items():
         save_file({n: weights[n] for n in names}, folder / file)
-    index = {"metadata": {}, "weight_map": {n: file for file, names in parts.items() for n in names}}
+    index = {
+        "metadata": {},
+        "weight_map": {n: file for file, names in parts.items() for n in names},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return parts
 
@@ -163,7 +208,10 @@ def sharded(folder: Path, config: Mapping[str, Any], shards: int) -> dict[str, l
 def test_shards_are_one_model_and_strays_are_not_looked_at(tmp_path: Path) -> None:
     config = models.config("llama3")
     sharded(tmp_path / "m", config, 3)
-    save_file({"model.norm.weight": np.zeros(32, np.float32), "x": np.zeros(1)}, tmp_path / "m" / "stray.safetensors")
+    save_file(
+        {"model.norm.weight": np.zeros(32, np.float32), "x": np.zeros(1)},
+        tmp_path / "m" / "stray.safetensors",
+    )
 
     assert same(found_in(load(tmp_path / "m")), models.weights(config))
 
@@ -180,28 +228,44 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path: Path) -> None:
     config = models.config("mha")
     weights = models.weights(config)
-    again = load(models.save(tmp_path / "again", config, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}))
+    again = load(
+        models.save(
+            tmp_path / "again",
+            config,
+            weights | {"lm_head.weight": weights["model.embed_tokens.weight"]},
+        )
+    )
     assert "lm_head.weight" not in parameters(again)
     logits = np.array(again([[1, 2]], cache=Cache(again.config)))
     np.testing.assert_allclose(logits[0], models.forward(config, weights, [1, 2])[-1], atol=1e-4)
-    other = models.save(tmp_path / "other", config, weights | {"lm_head.weight": np.zeros((40, 32), np.float32)})
+    other = models.save(
+        tmp_path / "other", config, weights | {"lm_head.weight": np.zeros((40, 32), np.float32)}
+    )
     with pytest.raises(
-        Refusal, match=r"other: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true"
+        Refusal,
+        match=r"other: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true",
     ):
         load(other)
 
 
 def test_inverse_frequencies_stored_by_old_transformers_are_passed_over(tmp_path: Path) -> None:
     config = models.config("gqa")
-    stored = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32) for i in range(3)}
+    stored = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32) for i in range(3)
+    }
 
-    assert same(found_in(load(models.save(tmp_path, config, models.weights(config) | stored))), models.weights(config))
+    assert same(
+        found_in(load(models.save(tmp_path, config, models.weights(config) | stored))),
+        models.weights(config),
+    )
 
 
 # Refusals.
 
 
-def refusal(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], **options: Any) -> str:
+def refusal(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], **options: Any
+) -> str:
     models.save(folder, config, tensors)
     with pytest.raises(Refusal) as caught:
         load(folder, **options)
@@ -216,7 +280,10 @@ def test_each_missing_tensor_is_refused_by_name(layout: str, tmp_path: Path) -> 
 
     for name in weights:
         message = refusal(tmp_path, config, {n: a for n, a in weights.items() if n != name})
-        assert message == f"{tmp_path}: tensor {name} is missing (1 in all); the weights do not fit config.json"
+        assert (
+            message
+            == f"{tmp_path}: tensor {name} is missing (1 in all); the weights do not fit config.json"
+        )
 
 
 @pytest.mark.parametrize(
@@ -233,9 +300,13 @@ def test_each_missing_tensor_is_refused_by_name(layout: str, tmp_path: Path) -> 
 def test_a_tensor_left_over_is_refused_by_name(layout: str, name: str, tmp_path: Path) -> None:
     config = models.config(layout)
 
-    message = refusal(tmp_path, config, models.weights(config) | {name: np.zeros((4, 4), np.float32)})
+    message = refusal(
+        tmp_path, config, models.weights(config) | {name: np.zeros((4, 4), np.float32)}
+    )
 
-    assert message == f"{tmp_path}: tensor {name} is not part of this Llama (1 such); see config.json"
+    assert (
+        message == f"{tmp_path}: tensor {name} is not part of this Llama (1 such); see config.json"
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,10 +320,14 @@ def test_a_tensor_left_over_is_refused_by_name(layout: str, name: str, tmp_path:
         ("lm_head.weight", [32, 40], [40, 32]),
     ],
 )
-def test_a_tensor_of_another_shape_is_refused_with_both(name: str, shape: list[int], expected: list[int], tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_refused_with_both(
+    name: str, shape: list[int], expected: list[int], tmp_path: Path
+) -> None:
     config = models.config("gqa")
 
-    message = refusal(tmp_path, config, models.weights(config) | {name: np.zeros(shape, np.float32)})
+    message = refusal(
+        tmp_path, config, models.weights(config) | {name: np.zeros(shape, np.float32)}
+    )
 
     assert message == f"{tmp_path}: {name} has shape {shape}, expected {expected} by config.json"
 
@@ -262,23 +337,42 @@ def test_a_head_dim_that_contradicts_the_tensors_is_refused(tmp_path: Path) -> N
 
     message = refusal(tmp_path, models.config("gqa", head_dim=16), weights)
 
-    assert message == f"{tmp_path}: model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [64, 32] by config.json"
+    assert (
+        message
+        == f"{tmp_path}: model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [64, 32] by config.json"
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name_of"), [(np.int8, "I8"), (np.uint32, "U32"), (np.int64, "I64"), (np.bool_, "BOOL"), (np.float64, "F64")]
+    ("dtype", "name_of"),
+    [
+        (np.int8, "I8"),
+        (np.uint32, "U32"),
+        (np.int64, "I64"),
+        (np.bool_, "BOOL"),
+        (np.float64, "F64"),
+    ],
 )
-def test_a_tensor_that_mlx_does_not_read_as_floats_is_refused(dtype: type[np.generic], name_of: str, tmp_path: Path) -> None:
+def test_a_tensor_that_mlx_does_not_read_as_floats_is_refused(
+    dtype: type[np.generic], name_of: str, tmp_path: Path
+) -> None:
     config = models.config("gqa")
     name = "model.layers.0.mlp.up_proj.weight"
 
     message = refusal(tmp_path, config, models.weights(config) | {name: np.zeros((48, 32), dtype)})
 
-    assert message == f"{tmp_path}: {name} is stored as {name_of}, expected one of F32, F16, BF16; convert it first"
+    assert (
+        message
+        == f"{tmp_path}: {name} is stored as {name_of}, expected one of F32, F16, BF16; convert it first"
+    )
 
 
 def test_a_config_that_cannot_be_followed_is_refused_by_its_file(tmp_path: Path) -> None:
-    models.save(tmp_path, models.config("gqa", rope_interleaved=True), models.weights(models.config("gqa")))
+    models.save(
+        tmp_path, models.config("gqa", rope_interleaved=True), models.weights(models.config("gqa"))
+    )
 
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config.json: rope_interleaved: expected False"):
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}/config.json: rope_interleaved: expected False"
+    ):
         load(tmp_path)

@@ -1,9 +1,9 @@
 import pytest
 
 import oracle
-from oracle import checkpoint
-from oracle.process import alone
-from oracle.trace import read_manifest
+from oracle.formats.disk import alone
+from oracle.formats.run_folder import read_manifest
+from oracle.model import checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from oracle.checkpoint import resolve
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import resolve
 
 CONFIG = {"model_type": "llama", "vocab_size": 11, "max_position_embeddings": 32}
 INDEX = "model.safetensors.index.json"
@@ -18,11 +18,19 @@ INDEX = "model.safetensors.index.json"
 
 def arrays() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    shapes = {"model.embed_tokens.weight": (11, 4), "model.norm.weight": (4,), "lm_head.weight": (11, 4)}
-    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "model.embed_tokens.weight": (11, 4),
+        "model.norm.weight": (4,),
+        "lm_head.weight": (11, 4),
+    }
+    return {
+        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
-def folder_of(path: Path, shards: dict[str, list[str]] | None = None, config: object = CONFIG) -> Path:
+def folder_of(
+    path: Path, shards: dict[str, list[str]] | None = None, config: object = CONFIG
+) -> Path:
     """A folder with the arrays in model.safetensors, or in shards under an index."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -36,7 +44,10 @@ def folder_of(path: Path, shards: dict[str, list[str]] | None = None, config: ob
     return path
 
 
-SHARDS = {"a.safetensors": ["lm_head.weight", "model.norm.weight"], "b.safetensors": ["model.embed_tokens.weight"]}
+SHARDS = {
+    "a.safetensors": ["lm_head.weight", "model.norm.weight"],
+    "b.safetensors": ["model.embed_tokens.weight"],
+}
 
 
 def aged(folder: Path, seconds: float = 10) -> Path:

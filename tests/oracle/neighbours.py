@@ -20,8 +20,20 @@ import transformers
 
 VOCAB, PROMPT = 61, 5
 TOKENS = [(5 + 7 * i * i + 3 * i) % VOCAB for i in range(20)]
-SIZES = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES |= {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WIDE = {"head_dim": 12, "query_pre_attn_scalar": 12}
 # The class's name, and what it is told beside the sizes. "windowed" are models whose window is shorter than the sequence.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +58,10 @@ def make(folder: Path, name: str, **changes: Any) -> Path:
             around = 0.0 if key.endswith("bias") or kind == "Gemma2" else 1.0
             sharp = 2.0 if any(part in key for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
             matrix = weight.ndim > 1
-            weight.copy_(torch.randn_like(weight) * (sharp * weight.shape[-1] ** -0.5 if matrix else 0.1) + (0.0 if matrix else around))
+            weight.copy_(
+                torch.randn_like(weight) * (sharp * weight.shape[-1] ** -0.5 if matrix else 0.1)
+                + (0.0 if matrix else around)
+            )
     model.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     write_config(folder, values | {"rope_theta": values["rope_parameters"]["rope_theta"]})
@@ -62,7 +77,15 @@ def main(room: Path) -> None:
 
     for name in MODELS:
         made = make(room / "models" / name, name)
-        folder.run(str(made), out=room / "runs" / name, tokens=TOKENS, prompt_tokens=PROMPT, steps=0, threads=1, keep_pool=True)
+        folder.run(
+            str(made),
+            out=room / "runs" / name,
+            tokens=TOKENS,
+            prompt_tokens=PROMPT,
+            steps=0,
+            threads=1,
+            keep_pool=True,
+        )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import pytest
 from folders import CONFIG, INDEX, SHARDS, aged, arrays, folder_of, refused
 from safetensors.numpy import save_file
 
-from oracle import safetensors_file
-from oracle.checkpoint import require_llama, resolve
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model import safetensors as safetensors_file
+from oracle.model.checkpoint import require_llama, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_folder_is_carried_as_it_is(tmp_path: Path) -> None:
     found = resolve(str(folder_of(tmp_path / "tiny")))
-    assert (found.folder, found.source, found.name) == (tmp_path / "tiny", str(tmp_path / "tiny"), "tiny")
+    assert (found.folder, found.source, found.name) == (
+        tmp_path / "tiny",
+        str(tmp_path / "tiny"),
+        "tiny",
+    )
     assert (found.note, found.revision, found.config) == ("", None, CONFIG)
     assert (found.vocab_size, found.max_positions) == (11, 32)
     assert {n: (t.file.name, t.dtype, t.shape) for n, t in found.tensors.items()} == {
@@ -41,7 +45,10 @@ def test_a_tensors_place_in_its_file_holds_its_bytes(tmp_path: Path) -> None:
 def test_the_fingerprint_is_the_written_down_formula(tmp_path: Path) -> None:
     import hashlib
 
-    rows = [[n, "F32", list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()] for n, a in sorted(arrays().items())]
+    rows = [
+        [n, "F32", list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()]
+        for n, a in sorted(arrays().items())
+    ]
     expected = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
     assert resolve(str(folder_of(tmp_path / "tiny"))).fingerprint == expected
 
@@ -49,7 +56,9 @@ def test_the_fingerprint_is_the_written_down_formula(tmp_path: Path) -> None:
 def test_shards_and_other_file_names_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     whole = resolve(str(folder_of(tmp_path / "whole")))
     shards = resolve(str(folder_of(tmp_path / "shards", SHARDS)))
-    (folder_of(tmp_path / "named") / "model.safetensors").rename(tmp_path / "named/weights.safetensors")
+    (folder_of(tmp_path / "named") / "model.safetensors").rename(
+        tmp_path / "named/weights.safetensors"
+    )
     named = resolve(str(tmp_path / "named"))
     assert whole.fingerprint == shards.fingerprint == named.fingerprint
     assert {t.file.name for t in named.tensors.values()} == {"weights.safetensors"}
@@ -63,18 +72,28 @@ def renamed(a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     "change",
     [
         pytest.param(renamed, id="a name"),
-        pytest.param(lambda a: a | {"model.norm.weight": a["model.norm.weight"].view(np.int32)}, id="a dtype"),
-        pytest.param(lambda a: a | {"model.norm.weight": a["model.norm.weight"].reshape(2, 2)}, id="a shape"),
-        pytest.param(lambda a: {n: v for n, v in a.items() if n != "lm_head.weight"}, id="a tensor less"),
+        pytest.param(
+            lambda a: a | {"model.norm.weight": a["model.norm.weight"].view(np.int32)}, id="a dtype"
+        ),
+        pytest.param(
+            lambda a: a | {"model.norm.weight": a["model.norm.weight"].reshape(2, 2)}, id="a shape"
+        ),
+        pytest.param(
+            lambda a: {n: v for n, v in a.items() if n != "lm_head.weight"}, id="a tensor less"
+        ),
     ],
 )
-def test_another_name_dtype_or_shape_is_another_fingerprint(tmp_path: Path, change: Callable[..., dict[str, np.ndarray]]) -> None:
+def test_another_name_dtype_or_shape_is_another_fingerprint(
+    tmp_path: Path, change: Callable[..., dict[str, np.ndarray]]
+) -> None:
     before = resolve(str(folder_of(tmp_path / "before"))).fingerprint
     save_file(change(arrays()), folder_of(tmp_path / "after") / "model.safetensors")
     assert resolve(str(tmp_path / "after")).fingerprint != before
 
 
-def test_one_bit_in_place_is_another_fingerprint_where_the_clock_is_too_coarse_to_tell(tmp_path: Path) -> None:
+def test_one_bit_in_place_is_another_fingerprint_where_the_clock_is_too_coarse_to_tell(
+    tmp_path: Path,
+) -> None:
     file = folder_of(tmp_path / "tiny") / "model.safetensors"
     aged(file.parent, seconds=-60)
     stamp = file.stat().st_mtime_ns
@@ -86,12 +105,18 @@ def test_one_bit_in_place_is_another_fingerprint_where_the_clock_is_too_coarse_t
     assert resolve(str(tmp_path / "tiny")).fingerprint != before
 
 
-def test_a_hash_is_made_once_while_the_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_is_made_once_while_the_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = aged(folder_of(tmp_path / "tiny", SHARDS))
     first = resolve(str(folder)).fingerprint
     asked = []
     hashed = safetensors_file._hashed
-    monkeypatch.setattr(safetensors_file, "_hashed", lambda path, *rest: asked.append(path.name) or hashed(path, *rest))
+    monkeypatch.setattr(
+        safetensors_file,
+        "_hashed",
+        lambda path, *rest: asked.append(path.name) or hashed(path, *rest),
+    )
     assert resolve(str(folder)).fingerprint == first
     assert asked == []
     os.utime(folder / "b.safetensors")
@@ -99,7 +124,9 @@ def test_a_hash_is_made_once_while_the_file_stays(tmp_path: Path, monkeypatch: p
     assert asked == ["b.safetensors"]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"hashes": 3}', "cut", "renamed", "not hex"])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "null", '{"hashes": 3}', "cut", "renamed", "not hex"]
+)
 def test_a_damaged_record_of_hashes_is_made_again(tmp_path: Path, cache: Path, damage: str) -> None:
     folder = aged(folder_of(tmp_path / "tiny"))
     first = resolve(str(folder)).fingerprint
@@ -138,20 +165,42 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
     ("damage", "says"),
     [
         pytest.param(
-            lambda file: file.write_bytes(file.read_bytes()[:-1]), "of 607 bytes (its tensors end at byte 608)", id="one byte short"
+            lambda file: file.write_bytes(file.read_bytes()[:-1]),
+            "of 607 bytes (its tensors end at byte 608)",
+            id="one byte short",
         ),
         pytest.param(
-            lambda file: file.write_bytes(file.read_bytes() + b"0"), "of 609 bytes (its tensors end at byte 608)", id="one byte over"
+            lambda file: file.write_bytes(file.read_bytes() + b"0"),
+            "of 609 bytes (its tensors end at byte 608)",
+            id="one byte over",
         ),
-        pytest.param(lambda file: file.write_bytes(file.read_bytes()[:100]), "a header of", id="cut in its header"),
-        pytest.param(lambda file: file.write_bytes(b""), "not a whole safetensors file of 0 bytes (no header)", id="empty"),
+        pytest.param(
+            lambda file: file.write_bytes(file.read_bytes()[:100]),
+            "a header of",
+            id="cut in its header",
+        ),
+        pytest.param(
+            lambda file: file.write_bytes(b""),
+            "not a whole safetensors file of 0 bytes (no header)",
+            id="empty",
+        ),
         pytest.param(lambda file: file.write_bytes(LFS), "a Git LFS pointer", id="LFS pointer"),
-        pytest.param(lambda file: file.write_bytes(b"<!doctype html><title>404</title>"), "not a whole safetensors", id="a web page"),
-        pytest.param(lambda file: file.write_bytes((4).to_bytes(8, "little") + b"[1] "), "not a whole safetensors", id="a list as header"),
+        pytest.param(
+            lambda file: file.write_bytes(b"<!doctype html><title>404</title>"),
+            "not a whole safetensors",
+            id="a web page",
+        ),
+        pytest.param(
+            lambda file: file.write_bytes((4).to_bytes(8, "little") + b"[1] "),
+            "not a whole safetensors",
+            id="a list as header",
+        ),
         pytest.param(lambda file: save_file({}, file), "hold no tensors", id="no tensors"),
     ],
 )
-def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+def test_a_damaged_file_is_refused_by_its_name(
+    tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
     folder = folder_of(tmp_path / "tiny")
     damage(folder / "model.safetensors")
     message = refused(folder)
@@ -159,7 +208,9 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Callable[
     assert says in message
     folder = folder_of(tmp_path / "shards", SHARDS)
     damage(folder / "b.safetensors")
-    assert ("lacks model.embed" if says == "hold no tensors" else str(folder / "b.safetensors")) in refused(folder)
+    assert (
+        "lacks model.embed" if says == "hold no tensors" else str(folder / "b.safetensors")
+    ) in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +221,15 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Callable[
         pytest.param({"dtype": "F4"}, "is F4 [4], expected one of", id="unknown dtype"),
         pytest.param({"shape": [-1, -4]}, "[-1, -4], expected", id="negative"),
         pytest.param({"shape": [4.0]}, "[4.0], expected", id="not whole"),
-        pytest.param({"data_offsets": [8, 24]}, "has bytes 8 to 24, expected them from", id="overlap"),
+        pytest.param(
+            {"data_offsets": [8, 24]}, "has bytes 8 to 24, expected them from", id="overlap"
+        ),
         pytest.param({"data_offsets": None}, "not a whole safetensors file", id="no offsets"),
     ],
 )
-def test_a_header_that_does_not_add_up_is_refused(tmp_path: Path, edit: dict[str, object], says: str) -> None:
+def test_a_header_that_does_not_add_up_is_refused(
+    tmp_path: Path, edit: dict[str, object], says: str
+) -> None:
     file = folder_of(tmp_path / "tiny") / "model.safetensors"
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
@@ -192,32 +247,65 @@ A, B, C = "a.safetensors", "b.safetensors", "c.safetensors"
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        pytest.param({HEAD: A, NORM: C, TABLE: B}, "c.safetensors: no such file", id="absent shard"),
-        pytest.param({HEAD: A, TABLE: B}, "a.safetensors: holds model.norm.weight, expected it nowhere", id="one not named"),
-        pytest.param({HEAD: A, NORM: B, TABLE: B}, "a.safetensors: holds model.norm.weight, expected it in b.safetensors", id="elsewhere"),
-        pytest.param({HEAD: A, NORM: A, TABLE: B, "x": A}, "a.safetensors: lacks x", id="one not there"),
-        pytest.param({HEAD: "../a.safetensors"}, "expected the name of a safetensors file beside it", id="outside the folder"),
-        pytest.param({HEAD: "a.bin"}, "expected the name of a safetensors file beside it", id="pickle"),
+        pytest.param(
+            {HEAD: A, NORM: C, TABLE: B}, "c.safetensors: no such file", id="absent shard"
+        ),
+        pytest.param(
+            {HEAD: A, TABLE: B},
+            "a.safetensors: holds model.norm.weight, expected it nowhere",
+            id="one not named",
+        ),
+        pytest.param(
+            {HEAD: A, NORM: B, TABLE: B},
+            "a.safetensors: holds model.norm.weight, expected it in b.safetensors",
+            id="elsewhere",
+        ),
+        pytest.param(
+            {HEAD: A, NORM: A, TABLE: B, "x": A}, "a.safetensors: lacks x", id="one not there"
+        ),
+        pytest.param(
+            {HEAD: "../a.safetensors"},
+            "expected the name of a safetensors file beside it",
+            id="outside the folder",
+        ),
+        pytest.param(
+            {HEAD: "a.bin"}, "expected the name of a safetensors file beside it", id="pickle"
+        ),
     ],
 )
-def test_an_index_must_add_up_with_its_shards(tmp_path: Path, where: dict[str, str], says: str) -> None:
+def test_an_index_must_add_up_with_its_shards(
+    tmp_path: Path, where: dict[str, str], says: str
+) -> None:
     folder = folder_of(tmp_path / "tiny", SHARDS)
     (folder / INDEX).write_text(json.dumps({"weight_map": where}))
-    save_file(arrays(), folder / "model.safetensors")  # a whole file beside a wrong index does not save it
+    save_file(
+        arrays(), folder / "model.safetensors"
+    )  # a whole file beside a wrong index does not save it
     assert says in refused(folder)
 
 
 def test_a_tensor_in_two_shards_is_refused_by_both_names(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "tiny", SHARDS)
-    save_file({n: arrays()[n] for n in ("model.embed_tokens.weight", "lm_head.weight")}, folder / "b.safetensors")
+    save_file(
+        {n: arrays()[n] for n in ("model.embed_tokens.weight", "lm_head.weight")},
+        folder / "b.safetensors",
+    )
     assert f"{folder / 'b.safetensors'}: lm_head.weight is in a.safetensors too" in refused(folder)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "not JSON"), ("[]", "a JSON list, expected an object"), ("", "not JSON"), ("[" * 99999, "not JSON"), ("{'a': 1}", "not JSON")],
+    [
+        ("{", "not JSON"),
+        ("[]", "a JSON list, expected an object"),
+        ("", "not JSON"),
+        ("[" * 99999, "not JSON"),
+        ("{'a': 1}", "not JSON"),
+    ],
 )
-def test_a_config_or_index_that_is_no_json_object_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_a_config_or_index_that_is_no_json_object_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
     folder = folder_of(tmp_path / "tiny", SHARDS)
     (folder / INDEX).write_text(text)
     assert f"{folder / INDEX}: {says}" in refused(folder)
@@ -234,9 +322,14 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_config_or_weights_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "tiny")
     (folder / "model.safetensors").unlink()
-    assert f"{folder}: no model.safetensors, expected the weights beside config.json" in refused(folder)
+    assert f"{folder}: no model.safetensors, expected the weights beside config.json" in refused(
+        folder
+    )
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    assert f"{folder}: no safetensors, and pytorch_model.bin is never opened (pickle files run code)" in refused(folder)
+    assert (
+        f"{folder}: no safetensors, and pytorch_model.bin is never opened (pickle files run code)"
+        in refused(folder)
+    )
     for name in ("x.safetensors", "y.safetensors"):
         save_file(arrays(), folder / name)
     assert f"{folder}: 2 safetensors files and no {INDEX}" in refused(folder)
@@ -263,10 +356,16 @@ def test_only_a_hub_id_has_revisions(tmp_path: Path) -> None:
         assert "has no revisions" in refused(model, revision="main")
 
 
-@pytest.mark.parametrize("config", [{"model_type": "qwen2"}, {"model_type": None}, {}, {"model_type": "Llama"}])
-def test_a_model_that_is_not_llama_is_carried_and_refused_when_asked(tmp_path: Path, config: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "config", [{"model_type": "qwen2"}, {"model_type": None}, {}, {"model_type": "Llama"}]
+)
+def test_a_model_that_is_not_llama_is_carried_and_refused_when_asked(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
     found = resolve(str(folder_of(tmp_path / "tiny", config=config)))
-    with pytest.raises(Refusal, match=rf"config.json: model_type is {config.get('model_type')!r}, expected 'llama'"):
+    with pytest.raises(
+        Refusal, match=rf"config.json: model_type is {config.get('model_type')!r}, expected 'llama'"
+    ):
         require_llama(found)
     require_llama(resolve(str(folder_of(tmp_path / "llama"))))
 
@@ -274,15 +373,22 @@ def test_a_model_that_is_not_llama_is_carried_and_refused_when_asked(tmp_path: P
 @pytest.mark.parametrize("value", [None, 0, -1, "8", 8.0, True])
 def test_sizes_that_are_not_whole_numbers_are_refused_by_key(tmp_path: Path, value: object) -> None:
     found = resolve(str(folder_of(tmp_path / "tiny", config=CONFIG | {"vocab_size": value})))
-    with pytest.raises(Refusal, match=rf"config.json: vocab_size is {value!r}, expected a whole number from 1"):
+    with pytest.raises(
+        Refusal, match=rf"config.json: vocab_size is {value!r}, expected a whole number from 1"
+    ):
         _ = found.vocab_size
 
 
-def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of(tmp_path / "tiny")
     monkeypatch.setenv("MLXKV_CACHE", str(folder / "config.json/below"))
     for model in (folder, "default"):
-        assert "cannot be written (Not a directory); name another cache folder in MLXKV_CACHE" in refused(model)
+        assert (
+            "cannot be written (Not a directory); name another cache folder in MLXKV_CACHE"
+            in refused(model)
+        )
 
 
 def test_progress_goes_up_to_its_total(tmp_path: Path) -> None:
@@ -294,6 +400,18 @@ def test_progress_goes_up_to_its_total(tmp_path: Path) -> None:
 
 def test_importing_costs_no_library() -> None:
     code = "import sys, oracle.checkpoint, oracle.tokens\nprint(sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
-    heavy = ["numpy", "gguf", "huggingface_hub", "tokenizers", "torch", "mlx", "transformers", "safetensors", "platformdirs"]
-    done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
+    heavy = [
+        "numpy",
+        "gguf",
+        "huggingface_hub",
+        "tokenizers",
+        "torch",
+        "mlx",
+        "transformers",
+        "safetensors",
+        "platformdirs",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

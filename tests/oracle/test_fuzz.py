@@ -21,13 +21,19 @@ from folders import INDEX, SHARDS, arrays, folder_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle import files, folder, plan, safetensors_file, trace
-from oracle.config import read_config
-from oracle.gguf_file import read as read_gguf
-from oracle.plan import Greedy, New, Plan, Refusal
+from oracle import folder
+from oracle.formats import disk, plan, run_folder, trace
+from oracle.formats import strict as files
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Greedy, New, Plan
+from oracle.model import safetensors as safetensors_file
+from oracle.model.gguf import read as read_gguf
+from oracle.truth.config import read_config
 
 CASES = 250 * int(os.environ.get("MLXKV_FUZZ", "1"))
-fuzz = settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(
+    max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 JSON = st.recursive(
     st.none()
@@ -35,9 +41,26 @@ JSON = st.recursive(
     | st.integers()
     | st.sampled_from([-1, 2**31, 2**63, 2**70, 10**400, -0.0, math.nan, math.inf, 1e308])
     | st.floats()
-    | st.sampled_from(["", "\0", "..", "../x", "/etc/passwd", "x" * 300, "\ud800", "F32", "F64", "a", "right", "call"])
+    | st.sampled_from(
+        [
+            "",
+            "\0",
+            "..",
+            "../x",
+            "/etc/passwd",
+            "x" * 300,
+            "\ud800",
+            "F32",
+            "F64",
+            "a",
+            "right",
+            "call",
+        ]
+    )
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -76,7 +99,9 @@ def edited(data: st.DataObject, value: Any) -> Any:
     value = json.loads(json.dumps(value))
     inside = value
     while isinstance(inside, dict | list) and inside:
-        key = data.draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
+        key = data.draw(
+            st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside)))
+        )
         if not isinstance(inside[key], dict | list) or not inside[key] or data.draw(st.booleans()):
             how = data.draw(st.integers(0, 9))
             if how == 0:
@@ -119,9 +144,20 @@ def room() -> Path:
 def a_trace() -> tuple[dict[str, Any], dict[str, Any], bytes]:
     """A valid trace's header, metadata and data."""
     judged = Plan("greedy", (New("a"), Greedy("a", (1, 2), 0, 3)))
-    meta = trace.Meta(judged, "other", "1", "float32", outcomes=[trace.Outcome(), trace.Outcome([1, 2, 3])], environment={"os": "Linux"})
+    meta = trace.Meta(
+        judged,
+        "other",
+        "1",
+        "float32",
+        outcomes=[trace.Outcome(), trace.Outcome([1, 2, 3])],
+        environment={"os": "Linux"},
+    )
     kv = {f"kv/a/000/{kind}": np.ones((2, 3, 4), np.float32) for kind in ("keys", "values")}
-    rows = {"logits": np.ones((3, 7), np.float32), "positions": np.arange(3, dtype=np.int32), "steps": np.ones(3, np.int32)}
+    rows = {
+        "logits": np.ones((3, 7), np.float32),
+        "positions": np.arange(3, dtype=np.int32),
+        "steps": np.ones(3, np.int32),
+    }
     trace.write(room() / "valid.safetensors", meta, rows | kv)
     raw = (room() / "valid.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
@@ -169,7 +205,14 @@ PLAN = {
     "steps": [
         {"do": "new", "cache": "a", "use_kv_cache": True},
         {"do": "call", "cache": "a", "tokens": [1, 2], "index_pos": 0},
-        {"do": "greedy", "cache": "a", "tokens": [3], "index_pos": None, "n": 2, "advance": "right"},
+        {
+            "do": "greedy",
+            "cache": "a",
+            "tokens": [3],
+            "index_pos": None,
+            "n": 2,
+            "advance": "right",
+        },
         {"do": "clone", "from": "a", "to": "b"},
         {"do": "crop", "cache": "b", "length": 1},
         {"do": "reset", "cache": "b"},
@@ -182,7 +225,9 @@ PLAN = {
 def test_a_plan(data: st.DataObject) -> None:
     path = room() / "p.json"
     valid = json.dumps(PLAN).encode()
-    path.write_bytes(damaged(data, valid) if data.draw(st.booleans()) else text_of(data, edited(data, PLAN)))
+    path.write_bytes(
+        damaged(data, valid) if data.draw(st.booleans()) else text_of(data, edited(data, PLAN))
+    )
 
     def read() -> None:
         found = plan.read(path)
@@ -201,9 +246,9 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
     (place / "plans").mkdir(parents=True)
     judged = plan.judged_plans([1, 2, 3], prompt=2)
     for name, each in judged.items():
-        trace.write_text(place / "plans" / f"{name}.json", json.dumps(each.to_json()))
+        disk.write_text(place / "plans" / f"{name}.json", json.dumps(each.to_json()))
     (place / "truth.safetensors").write_bytes(b"x")
-    manifest = trace.Manifest(
+    manifest = run_folder.Manifest(
         source="default",
         name="tiny",
         note="",
@@ -216,12 +261,19 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
         tokens=[1, 2, 3],
         texts=["a", "b", "c"],
         plans={name: each.digest for name, each in judged.items()},
-        files={p.relative_to(place).as_posix(): trace.sha256(p) for p in place.rglob("*") if p.is_file()},
-        proofs={"truth_agreement": 1e-14, "truth_agreement_limit": 1e-10, "transformers_double": 1e-8, "transformers_double_limit": 1e-6},
+        files={
+            p.relative_to(place).as_posix(): disk.sha256(p) for p in place.rglob("*") if p.is_file()
+        },
+        proofs={
+            "truth_agreement": 1e-14,
+            "truth_agreement_limit": 1e-10,
+            "transformers_double": 1e-8,
+            "transformers_double_limit": 1e-6,
+        },
         environment={"os": "Linux", "threads": 2, "generated": [3], "pool": ["sdpa-step"]},
         inputs="e" * 64,
     )
-    trace.write_manifest(place, manifest)
+    run_folder.write_manifest(place, manifest)
     return place, json.loads((place / "manifest.json").read_bytes())
 
 
@@ -229,11 +281,15 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
 @given(st.data())
 def test_a_manifest(data: st.DataObject) -> None:
     place, valid = a_manifest()
-    text = damaged(data, json.dumps(valid).encode()) if data.draw(st.integers(0, 3)) == 0 else text_of(data, edited(data, valid))
+    text = (
+        damaged(data, json.dumps(valid).encode())
+        if data.draw(st.integers(0, 3)) == 0
+        else text_of(data, edited(data, valid))
+    )
     (place / "manifest.json").write_bytes(text)
 
     def read() -> None:
-        found = trace.read_manifest(place)
+        found = run_folder.read_manifest(place)
         json.dumps(asdict(found), allow_nan=False).encode()
         assert all((place / name).resolve().is_relative_to(place.resolve()) for name in found.files)
         folder.show(place).encode()
@@ -246,7 +302,12 @@ def test_a_manifest(data: st.DataObject) -> None:
 def a_model() -> tuple[Path, bytes, bytes, bytes]:
     """A folder in two shards, with the bytes of its index, its config and one shard."""
     place = folder_of(room() / "model", SHARDS)
-    return place, (place / INDEX).read_bytes(), (place / "config.json").read_bytes(), (place / "a.safetensors").read_bytes()
+    return (
+        place,
+        (place / INDEX).read_bytes(),
+        (place / "config.json").read_bytes(),
+        (place / "a.safetensors").read_bytes(),
+    )
 
 
 @fuzz
@@ -262,7 +323,9 @@ def test_a_models_safetensors_and_index(data: st.DataObject) -> None:
         case 2:
             shard = damaged(data, shard)
         case _:
-            shard = packed(text_of(data, edited(data, json.loads(shard[8 : 8 + size]))), shard[8 + size :])
+            shard = packed(
+                text_of(data, edited(data, json.loads(shard[8 : 8 + size]))), shard[8 + size :]
+            )
     (place / INDEX).write_bytes(index)
     (place / "a.safetensors").write_bytes(shard)
 
@@ -322,7 +385,7 @@ def test_a_gguf(data: st.DataObject) -> None:
         writer.close()
     other = room() / "t.gguf"
     other.write_bytes(damaged(data, path.read_bytes()))
-    from oracle import gguf_llama
+    from oracle.model import gguf_llama
 
     made = room() / "gguf"
     made.mkdir(exist_ok=True)

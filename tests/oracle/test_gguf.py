@@ -10,9 +10,10 @@ from folders import refused
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
-from oracle import gguf_file, tokens
-from oracle.checkpoint import resolve
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model import gguf as gguf_file
+from oracle.model import tokenizer as tokens
+from oracle.model.checkpoint import resolve
 
 HIDDEN, INNER, VOCAB, LAYERS, HEAD = 64, 96, 40, 2, 16
 
@@ -25,7 +26,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def weights(heads: int, kv_heads: int, *, tied: bool = True) -> dict[str, np.ndarray]:
     """A Llama under Hugging Face's names, q and k in split halves."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     for i in range(LAYERS):
@@ -42,13 +46,20 @@ def weights(heads: int, kv_heads: int, *, tied: bool = True) -> dict[str, np.nda
             at + "mlp.down_proj.weight": (HIDDEN, INNER),
         }
     random = np.random.default_rng(0)
-    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
 def stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     """GGUF's name and rows: of each head of q and k, row 2i is the first half's row i, row 2i + 1 the second half's."""
     if "q_proj" in name or "k_proj" in name:
-        order = [h * HEAD + i + half * HEAD // 2 for h in range(len(array) // HEAD) for i in range(HEAD // 2) for half in (0, 1)]
+        order = [
+            h * HEAD + i + half * HEAD // 2
+            for h in range(len(array) // HEAD)
+            for i in range(HEAD // 2)
+            for half in (0, 1)
+        ]
         array = array[order]
     words = [
         ("model.layers.", "blk."),
@@ -117,9 +128,14 @@ def write(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_unquantised_gguf_gives_the_weights_back_bit_for_bit(tmp_path: Path, heads: int, kv_heads: int, tied: bool) -> None:
+def test_an_unquantised_gguf_gives_the_weights_back_bit_for_bit(
+    tmp_path: Path, heads: int, kv_heads: int, tied: bool
+) -> None:
     expected = weights(heads, kv_heads, tied=tied)
-    changed = METADATA | {"llama.attention.head_count": heads, "llama.attention.head_count_kv": kv_heads}
+    changed = METADATA | {
+        "llama.attention.head_count": heads,
+        "llama.attention.head_count_kv": kv_heads,
+    }
     found = resolve(str(write(tmp_path / "tiny.gguf", expected, changed)))
     assert found.config == {
         "architectures": ["LlamaForCausalLM"],
@@ -145,7 +161,9 @@ def test_an_unquantised_gguf_gives_the_weights_back_bit_for_bit(tmp_path: Path, 
     for name, array in expected.items():
         np.testing.assert_array_equal(loaded[name], array, err_msg=name, strict=True)
     save_file(expected, tmp_path / "library.safetensors", metadata={"format": "pt"})
-    assert (found.folder / "model.safetensors").read_bytes() == (tmp_path / "library.safetensors").read_bytes()
+    assert (found.folder / "model.safetensors").read_bytes() == (
+        tmp_path / "library.safetensors"
+    ).read_bytes()
     assert (found.source, found.name, found.revision) == (str(tmp_path / "tiny.gguf"), "tiny", None)
     assert found.note == "GGUF F32, no tokenizer: give token ids"
 
@@ -156,7 +174,11 @@ def test_a_quantised_gguf_gives_the_dequantised_weights(tmp_path: Path, kind: st
     found = resolve(str(write(tmp_path / "tiny.gguf", arrays, kind=number)))
     loaded = load_file(found.folder / "model.safetensors")
     for name, array in arrays.items():
-        expected = array if array.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(array, number), number)
+        expected = (
+            array
+            if array.ndim == 1
+            else gguf.quants.dequantize(gguf.quants.quantize(array, number), number)
+        )
         np.testing.assert_array_equal(loaded[name], expected, err_msg=name, strict=True)
     assert found.note.startswith(f"GGUF {kind}, ")
 
@@ -172,7 +194,9 @@ def dequantisable() -> list[GGMLQuantizationType]:
     return [kind for kind in GGML_QUANT_SIZES if works(kind)]
 
 
-def test_every_type_that_gguf_can_dequantise_is_read_as_its_own_reader_reads_it(tmp_path: Path) -> None:
+def test_every_type_that_gguf_can_dequantise_is_read_as_its_own_reader_reads_it(
+    tmp_path: Path,
+) -> None:
     kinds = dequantisable()
     assert len(kinds) >= 20
     random = np.random.default_rng(0)
@@ -181,38 +205,60 @@ def test_every_type_that_gguf_can_dequantise_is_read_as_its_own_reader_reads_it(
     out.add_array("numbers", [1, 2, 3])
     for kind in kinds:
         block, size = GGML_QUANT_SIZES[kind]
-        out.add_tensor(kind.name, random.integers(0, 256, (3, 256 // block * size), np.uint8), raw_dtype=kind)
+        out.add_tensor(
+            kind.name, random.integers(0, 256, (3, 256 // block * size), np.uint8), raw_dtype=kind
+        )
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
     reader, ours = gguf.GGUFReader(tmp_path / "all.gguf"), gguf_file.read(tmp_path / "all.gguf")
-    assert ours.metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert ours.metadata == {
+        k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")
+    }
     assert list(ours.tensors) == [t.name for t in reader.tensors] == [k.name for k in kinds]
     with np.errstate(all="ignore"):
         for tensor in reader.tensors:
             expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(3, 256)
-            np.testing.assert_array_equal(gguf_file.dequantised(ours, tensor.name), expected, err_msg=tensor.name)
+            np.testing.assert_array_equal(
+                gguf_file.dequantised(ours, tensor.name), expected, err_msg=tensor.name
+            )
 
 
 def test_a_type_that_gguf_cannot_dequantise_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", weights(4, 2))
     whole = path.read_bytes()
     at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
-    for kind in (GGMLQuantizationType.I8, GGMLQuantizationType.Q4_K, 153):  # not implemented, not whole blocks, not known
+    for kind in (
+        GGMLQuantizationType.I8,
+        GGMLQuantizationType.Q4_K,
+        153,
+    ):  # not implemented, not whole blocks, not known
         path.write_bytes(whole[:at] + int(kind).to_bytes(4, "little") + whole[at + 4 :])
         assert f"output_norm.weight of type {int(kind)} cannot be read" in refused(path)
 
 
-def test_a_gguf_is_converted_once_for_its_bytes_whatever_its_name(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_is_converted_once_for_its_bytes_whatever_its_name(
+    tmp_path: Path, cache: Path
+) -> None:
     first = resolve(str(write(tmp_path / "a.gguf", weights(4, 2))))
     made = (first.folder / "model.safetensors").stat().st_ino
     os.rename(tmp_path / "a.gguf", tmp_path / "b.GGUF")
     second = resolve(str(tmp_path / "b.GGUF"))
-    assert (second.folder, second.fingerprint, second.name) == (first.folder, first.fingerprint, "b")
+    assert (second.folder, second.fingerprint, second.name) == (
+        first.folder,
+        first.fingerprint,
+        "b",
+    )
     assert (first.folder / "model.safetensors").stat().st_ino == made
     assert len(os.listdir(cache / "models")) == 1
-    other = resolve(str(write(tmp_path / "a.gguf", weights(4, 4), METADATA | {"llama.attention.head_count_kv": 4})))
+    other = resolve(
+        str(
+            write(
+                tmp_path / "a.gguf", weights(4, 4), METADATA | {"llama.attention.head_count_kv": 4}
+            )
+        )
+    )
     assert other.folder != first.folder
     (first.folder / "config.json").write_text("{")
     assert refused(tmp_path / "b.GGUF").endswith(f"delete {first.folder} to have it made again")
@@ -221,24 +267,59 @@ def test_a_gguf_is_converted_once_for_its_bytes_whatever_its_name(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is '64', which config.json's Llama cannot express here"),
+        (
+            {"llama.attention.sliding_window": 64},
+            "llama.attention.sliding_window is '64', which config.json's Llama cannot express here",
+        ),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn', expected 'none'"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is '4.0', which"),
         ({"llama.expert_count": 8}, "llama.expert_count is '8', expected 0"),
-        ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count is [4, 4], expected one positive whole number"),
-        ({"llama.block_count": None}, "llama.block_count is None, expected one positive whole number"),
-        ({"llama.block_count": 3}, "missing tensor blk.2.attn_k.weight (of 9), expected a Llama's 29"),
-        ({"llama.block_count": 1}, "unknown tensor blk.1.attn_k.weight (of 9), expected a Llama's 11"),
-        ({"llama.attention.layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon is None, expected one positive number"),
-        ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is 0.0, expected one positive number"),
-        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, expected the keys' 16"),
-        ({"llama.attention.key_length": 17, "llama.rope.dimension_count": 17}, "its heads have 17 dimensions, expected an even number"),
-        ({"llama.attention.head_count_kv": 4}, "blk.0.attn_k.weight has shape [32, 64], expected [64, 64] by its metadata"),
-        ({"llama.feed_forward_length": 64}, "has shape [96, 64], expected [64, 64] by its metadata"),
+        (
+            {"llama.attention.head_count": [4, 4]},
+            "llama.attention.head_count is [4, 4], expected one positive whole number",
+        ),
+        (
+            {"llama.block_count": None},
+            "llama.block_count is None, expected one positive whole number",
+        ),
+        (
+            {"llama.block_count": 3},
+            "missing tensor blk.2.attn_k.weight (of 9), expected a Llama's 29",
+        ),
+        (
+            {"llama.block_count": 1},
+            "unknown tensor blk.1.attn_k.weight (of 9), expected a Llama's 11",
+        ),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": None},
+            "llama.attention.layer_norm_rms_epsilon is None, expected one positive number",
+        ),
+        (
+            {"llama.rope.freq_base": 0.0},
+            "llama.rope.freq_base is 0.0, expected one positive number",
+        ),
+        (
+            {"llama.rope.dimension_count": 8},
+            "llama.rope.dimension_count is 8, expected the keys' 16",
+        ),
+        (
+            {"llama.attention.key_length": 17, "llama.rope.dimension_count": 17},
+            "its heads have 17 dimensions, expected an even number",
+        ),
+        (
+            {"llama.attention.head_count_kv": 4},
+            "blk.0.attn_k.weight has shape [32, 64], expected [64, 64] by its metadata",
+        ),
+        (
+            {"llama.feed_forward_length": 64},
+            "has shape [96, 64], expected [64, 64] by its metadata",
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_metadata_that_config_json_cannot_say_is_refused_by_name(tmp_path: Path, cache: Path, change: dict[str, Any], says: str) -> None:
+def test_metadata_that_config_json_cannot_say_is_refused_by_name(
+    tmp_path: Path, cache: Path, change: dict[str, Any], says: str
+) -> None:
     path = write(tmp_path / "tiny.gguf", weights(4, 2), METADATA | change)
     message = refused(path)
     assert message.startswith(f"{path}: ")
@@ -247,10 +328,22 @@ def test_metadata_that_config_json_cannot_say_is_refused_by_name(tmp_path: Path,
 
 
 def test_values_that_leave_the_model_alone_are_taken(tmp_path: Path) -> None:
-    neutral = {"llama.rope.scaling.type": "none", "llama.expert_count": 0, "llama.attention.causal": True, "llama.rope.scale_linear": 1.0}
+    neutral = {
+        "llama.rope.scaling.type": "none",
+        "llama.expert_count": 0,
+        "llama.attention.causal": True,
+        "llama.rope.scale_linear": 1.0,
+    }
     plain = resolve(str(write(tmp_path / "a.gguf", weights(4, 2))))
-    less = {k: v for k, v in METADATA.items() if k not in ("llama.rope.dimension_count", "llama.vocab_size")}
-    assert resolve(str(write(tmp_path / "b.gguf", weights(4, 2), less | neutral))).config == plain.config
+    less = {
+        k: v
+        for k, v in METADATA.items()
+        if k not in ("llama.rope.dimension_count", "llama.vocab_size")
+    }
+    assert (
+        resolve(str(write(tmp_path / "b.gguf", weights(4, 2), less | neutral))).config
+        == plain.config
+    )
     assert plain.config["rms_norm_eps"] == 1e-5
 
 
@@ -265,21 +358,44 @@ def test_another_architecture_or_tensor_is_refused_by_name(tmp_path: Path) -> No
     assert "no token_embd.weight of two axes" in refused(write(tmp_path / "h.gguf", headless))
 
 
-def llama3_divisors(head_dim: int, theta: float, factor: float, *, original: int = 8192, low: float = 1, high: float = 4) -> np.ndarray:
+def llama3_divisors(
+    head_dim: int,
+    theta: float,
+    factor: float,
+    *,
+    original: int = 8192,
+    low: float = 1,
+    high: float = 4,
+) -> np.ndarray:
     """By wavelength, one frequency after the other, in float32 as the published converter does."""
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = np.float32(2 * np.pi) * np.float32(theta) ** np.float32(i / head_dim)
         smooth = (original / wavelength - low) / (high - low)
         blended = 1 / ((1 - smooth) / factor + smooth)
-        divisors.append(1 if wavelength < original / high else factor if wavelength > original / low else blended)
+        divisors.append(
+            1
+            if wavelength < original / high
+            else factor
+            if wavelength > original / low
+            else blended
+        )
     return np.array(divisors, np.float32)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_scaling_of_llama_3_is_expressed_and_any_other_refused(tmp_path: Path, factor: float) -> None:
-    wide = METADATA | {"llama.attention.head_count": 1, "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": HIDDEN}
-    arrays = {n: (a if "_proj" not in n or "mlp" in n else np.zeros((HIDDEN, HIDDEN), np.float32)) for n, a in weights(1, 1).items()}
+def test_the_scaling_of_llama_3_is_expressed_and_any_other_refused(
+    tmp_path: Path, factor: float
+) -> None:
+    wide = METADATA | {
+        "llama.attention.head_count": 1,
+        "llama.attention.head_count_kv": 1,
+        "llama.rope.dimension_count": HIDDEN,
+    }
+    arrays = {
+        n: (a if "_proj" not in n or "mlp" in n else np.zeros((HIDDEN, HIDDEN), np.float32))
+        for n, a in weights(1, 1).items()
+    }
     extra = {"rope_freqs.weight": llama3_divisors(HIDDEN, 500000, factor)}
     found = resolve(str(write(tmp_path / "a.gguf", arrays, wide, extra=extra)))
     assert found.config["rope_scaling"] == {
@@ -291,13 +407,19 @@ def test_the_scaling_of_llama_3_is_expressed_and_any_other_refused(tmp_path: Pat
     }
     for other in ({"original": 4096}, {"low": 1.1}, {"high": 4.1}):
         extra = {"rope_freqs.weight": llama3_divisors(HIDDEN, 500000, factor, **other)}
-        assert f"rope_freqs.weight is not llama3 scaling by {factor:g}" in refused(write(tmp_path / "b.gguf", arrays, wide, extra=extra))
+        assert f"rope_freqs.weight is not llama3 scaling by {factor:g}" in refused(
+            write(tmp_path / "b.gguf", arrays, wide, extra=extra)
+        )
     short = {"rope_freqs.weight": np.ones(3, np.float32)}
-    assert "rope_freqs.weight has shape [3], expected [32]" in refused(write(tmp_path / "c.gguf", arrays, wide, extra=short))
+    assert "rope_freqs.weight has shape [3], expected [32]" in refused(
+        write(tmp_path / "c.gguf", arrays, wide, extra=short)
+    )
 
 
 def test_a_damaged_gguf_is_refused_wherever_it_is_cut(tmp_path: Path, cache: Path) -> None:
-    whole = write(tmp_path / "whole.gguf", weights(4, 2), METADATA | {"words": ["a", "b"], "numbers": [1, 2]}).read_bytes()
+    whole = write(
+        tmp_path / "whole.gguf", weights(4, 2), METADATA | {"words": ["a", "b"], "numbers": [1, 2]}
+    ).read_bytes()
     path = tmp_path / "cut.gguf"
     for end in [0, 3, 4, 7, 10, 30, 60, *range(100, 2000, 37), len(whole) // 2, len(whole) - 32]:
         path.write_bytes(whole[:end])

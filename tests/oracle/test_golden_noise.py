@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from oracle import trace, truth
-from oracle.checkpoint import resolve
-from oracle.config import read_config
+from oracle.formats import trace
+from oracle.model.checkpoint import resolve
+from oracle.truth import llama as truth
+from oracle.truth.config import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAN = {"float32": "cached", "float16": "cached-float16"}
@@ -26,7 +27,9 @@ def noise(folder, dtype):
 
 def cached(folder, dtype):
     """The rows of candle's cached plan and the tokens it was fed."""
-    plan = next(p for p in json.loads((folder / "plans.json").read_text()) if p["name"] == PLAN[dtype])
+    plan = next(
+        p for p in json.loads((folder / "plans.json").read_text()) if p["name"] == PLAN[dtype]
+    )
     tokens = [id for step in plan["steps"] if step["do"] == "call" for id in step["call"]["tokens"]]
     return load_file(folder / "rows.safetensors")[PLAN[dtype]], tokens
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from folders import INDEX, SHARDS, folder_of, refused
 
-from oracle.checkpoint import resolve
+from oracle.model.checkpoint import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -53,7 +53,13 @@ def test_a_model_that_is_whole_in_the_hubs_cache_needs_no_network(tmp_path: Path
     folder = cached(tmp_path)
     other = cached(tmp_path, "f" * 40, "v2")
     found = resolve("org/name")
-    assert (found.folder, found.source, found.name, found.note, found.revision) == (folder, "org/name", "name", "hub", COMMIT)
+    assert (found.folder, found.source, found.name, found.note, found.revision) == (
+        folder,
+        "org/name",
+        "name",
+        "hub",
+        COMMIT,
+    )
     assert resolve("org/name", revision="v2").folder == other
     assert resolve("org/name", revision="f" * 40).revision == "f" * 40
     assert hub.calls == []
@@ -70,7 +76,9 @@ def test_what_the_cache_lacks_is_asked_for_by_name(tmp_path: Path, hub: Hub) -> 
     assert options["revision"] is None
 
 
-def test_without_its_tokenizer_a_cached_model_is_used_only_when_the_hub_is_away(tmp_path: Path, hub: Hub) -> None:
+def test_without_its_tokenizer_a_cached_model_is_used_only_when_the_hub_is_away(
+    tmp_path: Path, hub: Hub
+) -> None:
     folder = cached(tmp_path)
     (folder / "tokenizer.json").unlink()
     assert resolve("org/name").folder == folder
@@ -87,10 +95,16 @@ def hub_error(name: str) -> Exception:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        ("RepositoryNotFoundError", "no such folder here, and the Hub has no such model (or a private one); check the spelling"),
+        (
+            "RepositoryNotFoundError",
+            "no such folder here, and the Hub has no such model (or a private one); check the spelling",
+        ),
         ("GatedRepoError", "gives this model only to those it let in"),
         ("RevisionNotFoundError", "has this model but no revision 'v9' of it"),
-        ("LocalEntryNotFoundError", "(it cannot be reached, and its cache here lacks the model); check the spelling and the network"),
+        (
+            "LocalEntryNotFoundError",
+            "(it cannot be reached, and its cache here lacks the model); check the spelling and the network",
+        ),
         ("HFValidationError", "the Hub did not give it (404 Client Error Repository Not Found)"),
     ],
 )
@@ -104,7 +118,9 @@ def test_each_failure_of_the_hub_is_one_line_of_its_own(hub: Hub, error: str, sa
 def test_a_mistyped_folder_is_told_from_a_missing_repository(tmp_path: Path, hub: Hub) -> None:
     folder_of(tmp_path / "tiny")
     (tmp_path / "models").mkdir()
-    assert "models/tniy: models is a folder here but holds no tniy, and the Hub" in refused("models/tniy")
+    assert "models/tniy: models is a folder here but holds no tniy, and the Hub" in refused(
+        "models/tniy"
+    )
 
 
 def test_offline_mode_is_named(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ import torch
 from neighbours import MODELS, PROMPT, TOKENS, VOCAB
 from safetensors.torch import load_file, save_file
 
-from oracle import folder, mean, reference, trace
-from oracle.checkpoint import require_llama, resolve
-from oracle.plan import Refusal
-from oracle.process import alone
+from oracle import folder
+from oracle.formats import run_folder, trace
+from oracle.formats.disk import alone
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import require_llama, resolve
+from oracle.pool import mean, reference
 
 FIVE = [name for name in MODELS if name != "windowed"]
 BOTH = ["sdpa-full", "sdpa-step", "eager-full", "eager-step", "eager-chunked"]
@@ -43,7 +45,7 @@ def copied(made, tmp_path):
     return copy
 
 
-def asked(place: Path, tmp_path: Path, **more: object) -> trace.Manifest:
+def asked(place: Path, tmp_path: Path, **more: object) -> run_folder.Manifest:
     more = {"tokens": TOKENS, "prompt_tokens": PROMPT, "steps": 0, "threads": 1} | more
     return folder.run(str(place), out=tmp_path / "run", **more)
 
@@ -57,8 +59,11 @@ def refused(place: Path, **more: str) -> str:
 
 
 def pool(run: Path) -> dict[str, trace.Trace]:
-    names = trace.read_manifest(run).environment["pool"]
-    files = {n: run / f"{'reference-' + n[6:] if n.startswith('eager') else 'pool-' + n}.safetensors" for n in names}
+    names = run_folder.read_manifest(run).environment["pool"]
+    files = {
+        n: run / f"{'reference-' + n[6:] if n.startswith('eager') else 'pool-' + n}.safetensors"
+        for n in names
+    }
     return {name: trace.read(path) for name, path in files.items()}
 
 
@@ -70,11 +75,16 @@ def test_a_neighbours_folder_says_that_it_has_no_truth(made, name):
     assert manifest.environment["pool"] == (EAGER if name == "gemma2" else BOTH)
     assert manifest.environment["pool_distinct"] == len(manifest.environment["pool"])
     assert "left_out" not in manifest.environment
-    assert {n for n in manifest.files if n.startswith("reference")} == {f"reference-{p}.safetensors" for p in ("full", "step", "chunked")}
+    assert {n for n in manifest.files if n.startswith("reference")} == {
+        f"reference-{p}.safetensors" for p in ("full", "step", "chunked")
+    }
     assert 1e-9 < manifest.proofs["members_apart"] < 2e-6
     assert 1e-9 < manifest.proofs["mean_double"] < 2e-6
     shown = folder.show(made / "runs" / name)
-    assert f"\nmeasure      the mean of transformers' {', '.join(manifest.environment['pool'])} (" in shown
+    assert (
+        f"\nmeasure      the mean of transformers' {', '.join(manifest.environment['pool'])} ("
+        in shown
+    )
     assert shown.count("\nproof        ") == 2
 
 
@@ -82,26 +92,44 @@ def test_a_neighbours_folder_says_that_it_has_no_truth(made, name):
 def test_the_measure_is_the_mean_of_the_members_and_the_floors_are_their_deviations(made, name):
     run = made / "runs" / name
     members, found = pool(run), trace.read(run / "mean.safetensors")
-    assert (found.meta.engine, found.meta.dtype, found.meta.plan.name) == ("transformers' mean", "float64", "full")
+    assert (found.meta.engine, found.meta.dtype, found.meta.plan.name) == (
+        "transformers' mean",
+        "float64",
+        "full",
+    )
     for array in ("logits", "kv/a/001/keys", "kv/a/001/values"):
-        np.testing.assert_allclose(found.arrays[array], np.mean([m.arrays[array].astype(np.float64) for m in members.values()], axis=0))
+        np.testing.assert_allclose(
+            found.arrays[array],
+            np.mean([m.arrays[array].astype(np.float64) for m in members.values()], axis=0),
+        )
     _, floors = trace.read_arrays(run / "floors.safetensors")
     for m, member in enumerate(members.values()):
         error = member.logits - found.logits
         error -= error.mean(1, keepdims=True)
-        np.testing.assert_allclose(floors["rms"][m], np.sqrt((error**2).mean(1)), rtol=1e-9, atol=1e-18)
+        np.testing.assert_allclose(
+            floors["rms"][m], np.sqrt((error**2).mean(1)), rtol=1e-9, atol=1e-18
+        )
         keys = member.kv("a", 1)[0] - found.kv("a", 1)[0]
-        np.testing.assert_allclose(floors["keys"][m, 1], np.sqrt((keys**2).mean(-1)), rtol=1e-9, atol=1e-18)
+        np.testing.assert_allclose(
+            floors["keys"][m, 1], np.sqrt((keys**2).mean(-1)), rtol=1e-9, atol=1e-18
+        )
 
 
 def test_runs_that_are_bitwise_equal_count_once(made, tmp_path):
     members = pool(made / "runs" / "qwen2")
     doubled = {"a": members["sdpa-full"], "b": members["eager-step"], "c": members["sdpa-full"]}
-    found = mean.write(tmp_path / "mean.safetensors", members["sdpa-full"].meta.plan, doubled, environment={})
-    np.testing.assert_allclose(found.logits, (members["sdpa-full"].logits.astype(np.float64) + members["eager-step"].logits) / 2)
+    found = mean.write(
+        tmp_path / "mean.safetensors", members["sdpa-full"].meta.plan, doubled, environment={}
+    )
+    np.testing.assert_allclose(
+        found.logits,
+        (members["sdpa-full"].logits.astype(np.float64) + members["eager-step"].logits) / 2,
+    )
     same = {"a": members["sdpa-full"], "b": members["sdpa-full"]}
     with pytest.raises(Refusal, match="all 2 runs are bitwise equal, expected noise to measure by"):
-        mean.write(tmp_path / "mean.safetensors", members["sdpa-full"].meta.plan, same, environment={})
+        mean.write(
+            tmp_path / "mean.safetensors", members["sdpa-full"].meta.plan, same, environment={}
+        )
 
 
 def test_a_member_that_computes_something_else_fails_the_proof(made):
@@ -109,8 +137,12 @@ def test_a_member_that_computes_something_else_fails_the_proof(made):
     found = trace.read(run / "mean.safetensors")
     right = mean.proofs(found, members, np.asarray(found.logits), dtype="float32")
     assert right["members_apart"] <= right["members_apart_limit"]
-    wrong = trace.Trace(members["eager-step"].meta, {"logits": members["eager-step"].logits * np.float32(1.0001)})
-    odd = mean.proofs(found, members | {"eager-step": wrong}, found.logits * 1.0001, dtype="float32")
+    wrong = trace.Trace(
+        members["eager-step"].meta, {"logits": members["eager-step"].logits * np.float32(1.0001)}
+    )
+    odd = mean.proofs(
+        found, members | {"eager-step": wrong}, found.logits * 1.0001, dtype="float32"
+    )
     assert odd["members_apart"] > odd["members_apart_limit"]
     assert odd["mean_double"] > odd["mean_double_limit"]
 
@@ -136,7 +168,10 @@ def test_a_kind_of_attention_that_is_not_the_models_own_is_left_out(copied, tmp_
 def test_a_cache_that_drops_rows_is_not_kept(made):
     run = made / "runs" / "windowed"
     found = trace.read(run / "mean.safetensors")
-    assert found.meta.environment["cache"] == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
+    assert (
+        found.meta.environment["cache"]
+        == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
+    )
     assert not [name for name in found.arrays if name.startswith("kv/")]
     folder.check(run)
 
@@ -159,21 +194,42 @@ def test_half_precision_has_its_own_limits(copied, tmp_path):
     ("changes", "line"),
     [
         ({"model_type": "not-there"}, "config.json: model_type is 'not-there', and transformers "),
-        ({"model_type": "siglip"}, "has no causal language model of it; take a version that has one, or another model"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "expected Qwen2ForCausalLM; only that can be run"),
+        (
+            {"model_type": "siglip"},
+            "has no causal language model of it; take a version that has one, or another model",
+        ),
+        (
+            {"architectures": ["Qwen2ForSequenceClassification"]},
+            "expected Qwen2ForCausalLM; only that can be run",
+        ),
         (
             {"rope_traditional": True},
             "key 'rope_traditional' (True), which may change the logits, as Qwen2Config has no such field",
         ),
-        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "names code of the checkpoint, which is never run; --ignore-key auto_map"),
-        ({"model_file": "own.py"}, "config.json: model_file ('own.py') names code of the checkpoint, which is never run"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "own.Model"}},
+            "names code of the checkpoint, which is never run; --ignore-key auto_map",
+        ),
+        (
+            {"model_file": "own.py"},
+            "config.json: model_file ('own.py') names code of the checkpoint, which is never run",
+        ),
         ({"quantization": {"bits": 4}}, "quantization: group_size is None, expected one of"),
-        ({"num_hidden_layers": 3, "layer_types": None}, "the checkpoint has no tensor for its model.layers.2."),
-        ({"num_hidden_layers": 1, "layer_types": None}, "it has no use for the checkpoint's model.layers.1."),
+        (
+            {"num_hidden_layers": 3, "layer_types": None},
+            "the checkpoint has no tensor for its model.layers.2.",
+        ),
+        (
+            {"num_hidden_layers": 1, "layer_types": None},
+            "it has no use for the checkpoint's model.layers.1.",
+        ),
         ({"num_hidden_layers": 1}, "refuses this model"),
         ({"intermediate_size": 71}, "refuses this model"),
         ({"vocab_size": None}, "vocab_size is None, expected a whole number from 1"),
-        ({"tie_word_embeddings": True}, "the head's weights differ from the embedding's though tie_word_embeddings is true"),
+        (
+            {"tie_word_embeddings": True},
+            "the head's weights differ from the embedding's though tie_word_embeddings is true",
+        ),
     ],
 )
 def test_what_the_class_does_not_know_is_refused_by_name(copied, changes, line):
@@ -183,16 +239,32 @@ def test_what_the_class_does_not_know_is_refused_by_name(copied, changes, line):
 def test_a_key_that_would_change_the_model_cannot_be_ignored(copied):
     place = copied(rope_traditional=True)
     reference.Reference(resolve(str(place), ignore_keys=["rope_traditional"]))
-    assert "--ignore-key rms_norm_eps would change the model" in refused(place, ignore_keys=["rms_norm_eps", "rope_traditional"])
-    assert "--ignore-key rope_theta would change the model" in refused(place, ignore_keys=["rope_theta", "rope_traditional"])
+    assert "--ignore-key rms_norm_eps would change the model" in refused(
+        place, ignore_keys=["rms_norm_eps", "rope_traditional"]
+    )
+    assert "--ignore-key rope_theta would change the model" in refused(
+        place, ignore_keys=["rope_theta", "rope_traditional"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "change", "line"),
     [
-        ("model.norm.weight", lambda w: w.index_fill(0, torch.tensor([3]), float("nan")), "model.norm.weight: not finite in float32"),
-        ("model.extra.weight", lambda w: torch.ones(3), "it has no use for the checkpoint's model.extra.weight"),
-        ("model.norm.weight", lambda w: torch.ones(w.shape, dtype=torch.int8), "model.norm.weight is I8, expected F32, BF16, F16"),
+        (
+            "model.norm.weight",
+            lambda w: w.index_fill(0, torch.tensor([3]), float("nan")),
+            "model.norm.weight: not finite in float32",
+        ),
+        (
+            "model.extra.weight",
+            lambda w: torch.ones(3),
+            "it has no use for the checkpoint's model.extra.weight",
+        ),
+        (
+            "model.norm.weight",
+            lambda w: torch.ones(w.shape, dtype=torch.int8),
+            "model.norm.weight is I8, expected F32, BF16, F16",
+        ),
         ("model.norm.weight", lambda w: w[:-1].clone(), "refuses this model"),
     ],
 )
@@ -205,16 +277,23 @@ def test_a_tensor_that_cannot_be_right_is_refused_by_name(copied, name, change, 
 
 def test_no_code_of_a_checkpoint_is_run_and_no_pickle_opened(copied, tmp_path):
     place = copied(auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
-    (place / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    (place / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n"
+    )
     (place / "pytorch_model.bin").write_bytes(b"not a pickle")
     assert "auto_map" in refused(place)
-    assert asked(place, tmp_path, ignore_keys=["auto_map"]).environment["ignored_keys"] == ["auto_map"]
+    assert asked(place, tmp_path, ignore_keys=["auto_map"]).environment["ignored_keys"] == [
+        "auto_map"
+    ]
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
     place = copied("phi3")
-    with pytest.raises(Refusal, match="model_type is 'phi3', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`"):
+    with pytest.raises(
+        Refusal,
+        match="model_type is 'phi3', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`",
+    ):
         require_llama(resolve(str(place)))
     with pytest.raises(Refusal, match=r"taps: 'q', expected some of hidden$"):
         asked(place, tmp_path, taps=["q"])
@@ -226,8 +305,12 @@ def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
 
 def test_both_sides_of_longropes_length_are_refused(copied, tmp_path):
     rope = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
-    place = copied("phi3", rope_scaling=rope, original_max_position_embeddings=10, rope_parameters=None)
-    with pytest.raises(Refusal, match="plan step begins with 5 of 20, expected both on one side of 10"):
+    place = copied(
+        "phi3", rope_scaling=rope, original_max_position_embeddings=10, rope_parameters=None
+    )
+    with pytest.raises(
+        Refusal, match="plan step begins with 5 of 20, expected both on one side of 10"
+    ):
         asked(place, tmp_path)
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from oracle import dequantise, reference, truth
-from oracle.checkpoint import Checkpoint, resolve
-from oracle.config import check_weights, config_of
-from oracle.neighbour import neighbour_of
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import Checkpoint, resolve
+from oracle.pool import reference
+from oracle.pool.neighbour import neighbour_of
+from oracle.truth import llama as truth
+from oracle.truth import unpack as dequantise
+from oracle.truth.config import check_weights, config_of
 
 # By bits: words written by hand, and the numbers in them, whole. Numbers of 3, 5 and 6 bits lie across bytes and words.
 WORDS: dict[int, tuple[list[int], list[int]]] = {
@@ -32,26 +34,43 @@ SAID = {"group_size": 32, "bits": 4, "mode": "affine"}
 TOKENS = models.tokens(12)
 
 
-def packed(weight: torch.Tensor, *, bits: int, size: int, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def packed(
+    weight: torch.Tensor, *, bits: int, size: int, stored: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """words, scales and biases of a matrix, each group between its least and its largest value."""
     groups = weight.double().reshape(len(weight), -1, size)
     low, high = groups.amin(-1), groups.amax(-1)
     scales, biases = ((high - low) / (2**bits - 1)).to(stored), low.to(stored)
-    q = ((groups - biases.double()[..., None]) / scales.double()[..., None]).round().clamp(0, 2**bits - 1).reshape(weight.shape)
+    q = (
+        ((groups - biases.double()[..., None]) / scales.double()[..., None])
+        .round()
+        .clamp(0, 2**bits - 1)
+        .reshape(weight.shape)
+    )
     string = (q.numpy().astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
     octets = np.packbits(string.reshape(len(weight), -1), axis=1, bitorder="little")
     return torch.from_numpy(octets.view(np.uint32).copy()), scales, biases
 
 
-def packed_tensors(config: Mapping[str, Any], *, bits: int = 4, size: int = 32, stored: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def packed_tensors(
+    config: Mapping[str, Any],
+    *,
+    bits: int = 4,
+    size: int = 32,
+    stored: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
     """Random weights as mlx-lm writes them: every matrix packed whose rows are whole groups."""
     found: dict[str, Any] = {}
     for name, tensor in models.tensors_of(dict(config)).items():
         if tensor.ndim < 2 or tensor.shape[1] % size:
             found[name] = tensor.to(stored)
         else:
-            parts = (f"{name.removesuffix('weight')}{part}" for part in ("weight", "scales", "biases"))
-            found |= dict(zip(parts, packed(tensor, bits=bits, size=size, stored=stored), strict=True))
+            parts = (
+                f"{name.removesuffix('weight')}{part}" for part in ("weight", "scales", "biases")
+            )
+            found |= dict(
+                zip(parts, packed(tensor, bits=bits, size=size, stored=stored), strict=True)
+            )
     return found
 
 
@@ -59,23 +78,38 @@ def config_for(layout: str = "mha", **changes: Any) -> dict[str, Any]:
     return models.config_of(layout, **{"hidden_size": 64, "intermediate_size": 96} | changes)
 
 
-def make(folder: Path, tensors: Mapping[str, Any], said: object = SAID, again: object = SAID, **changes: Any) -> Path:
+def make(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    said: object = SAID,
+    again: object = SAID,
+    **changes: Any,
+) -> Path:
     config = config_for(**changes) | {"quantization": said, "quantization_config": again}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
     save_file(dict(tensors), folder / "model.safetensors")
     return folder
 
 
-def formula(tensors: Mapping[str, Any], name: str, *, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def formula(
+    tensors: Mapping[str, Any], name: str, *, bits: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """q * scale + bias in float64, a number at a time out of one long integer a row."""
     words, rows = tensors[name].numpy(), []
-    scales, biases = (tensors[name.removesuffix("weight") + part].to(dtype).double() for part in ("scales", "biases"))
+    scales, biases = (
+        tensors[name.removesuffix("weight") + part].to(dtype).double()
+        for part in ("scales", "biases")
+    )
     size = words.shape[1] * 32 // bits // scales.shape[1]
     for r, row in enumerate(words):
         whole = int.from_bytes(row.astype("<u4").tobytes(), "little")
         q = [whole >> bits * i & (2**bits - 1) for i in range(len(row) * 32 // bits)]
-        rows.append([v * float(scales[r, i // size]) + float(biases[r, i // size]) for i, v in enumerate(q)])
+        rows.append(
+            [v * float(scales[r, i // size]) + float(biases[r, i // size]) for i, v in enumerate(q)]
+        )
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -94,7 +128,8 @@ def test_each_group_of_each_row_has_its_own_scale_and_bias() -> None:
     words = np.array([[0x76543210] * 8, [0xFFFFFFFF] * 4 + [0x00000000] * 4], np.uint32)
     scales, biases = np.array([[0.5, -2.0], [1.0, 1.0]]), np.array([[-1.0, 100.0], [0.25, -8.0]])
     expected = [
-        [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5] * 4 + [100.0, 98.0, 96.0, 94.0, 92.0, 90.0, 88.0, 86.0] * 4,
+        [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5] * 4
+        + [100.0, 98.0, 96.0, 94.0, 92.0, 90.0, 88.0, 86.0] * 4,
         [15.25] * 32 + [-8.0] * 32,
     ]
     found = dequantise.weight(words, scales, biases, bits=4, group_size=32)
@@ -105,11 +140,15 @@ def test_each_group_of_each_row_has_its_own_scale_and_bias() -> None:
 # What the truth and the pool are given.
 
 
-@pytest.mark.parametrize(("bits", "size"), [(2, 32), (3, 32), (4, 32), (4, 64), (5, 32), (6, 32), (8, 64)])
+@pytest.mark.parametrize(
+    ("bits", "size"), [(2, 32), (3, 32), (4, 32), (4, 64), (5, 32), (6, 32), (8, 64)]
+)
 def test_the_truth_is_given_the_exact_product_and_sum(tmp_path: Path, bits: int, size: int) -> None:
     tensors = packed_tensors(config_for(), bits=bits, size=size)
     said = {"group_size": size, "bits": bits}
-    weights = truth.Weights(resolve(str(make(tmp_path / "m", tensors, said, said))), dtype="float32")
+    weights = truth.Weights(
+        resolve(str(make(tmp_path / "m", tensors, said, said))), dtype="float32"
+    )
     for name in ("model.embed_tokens.weight", "model.layers.2.self_attn.k_proj.weight"):
         expected = formula(tensors, name, bits=bits)
         assert torch.equal(weights(name), expected)
@@ -117,7 +156,9 @@ def test_the_truth_is_given_the_exact_product_and_sum(tmp_path: Path, bits: int,
     assert torch.equal(weights("model.norm.weight"), tensors["model.norm.weight"].double())
 
 
-def test_scales_and_biases_are_rounded_to_the_runs_dtype_and_what_they_unpack_to_is_not(tmp_path: Path) -> None:
+def test_scales_and_biases_are_rounded_to_the_runs_dtype_and_what_they_unpack_to_is_not(
+    tmp_path: Path,
+) -> None:
     tensors = packed_tensors(config_for(), stored=torch.float32)
     weights = truth.Weights(resolve(str(make(tmp_path / "m", tensors))), dtype="bfloat16")
     expected = formula(tensors, f"{UP}.weight", bits=4, dtype=torch.bfloat16)
@@ -138,12 +179,19 @@ def proof(checkpoint: Checkpoint, dtype: str) -> float:
     return math.sqrt((error * error).mean()) / most / PROOF_LIMITS["transformers_double"]
 
 
-@pytest.mark.parametrize(("dtype", "stored", "tied"), [("float32", torch.float32, True), ("bfloat16", torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "stored", "tied"),
+    [("float32", torch.float32, True), ("bfloat16", torch.bfloat16, False)],
+)
 def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_ones(
     tmp_path: Path, dtype: str, stored: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference.set_up(1)
-    changes = {"layout": "llama3", "tie_word_embeddings": tied, "intermediate_size": 72}  # down_proj's rows of 72 are not packed
+    changes = {
+        "layout": "llama3",
+        "tie_word_embeddings": tied,
+        "intermediate_size": 72,
+    }  # down_proj's rows of 72 are not packed
     tensors = packed_tensors(config_for(**changes), stored=stored)
     checkpoint = resolve(str(make(tmp_path / "m", tensors, **changes)))
     assert "model.layers.0.mlp.down_proj.weight" not in checkpoint.packed
@@ -163,7 +211,9 @@ def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_o
     assert proof(checkpoint, dtype) > 1
 
 
-def test_the_pool_has_the_weights_of_the_plain_checkpoint_that_holds_the_same(tmp_path: Path) -> None:
+def test_the_pool_has_the_weights_of_the_plain_checkpoint_that_holds_the_same(
+    tmp_path: Path,
+) -> None:
     reference.set_up(1)
     tensors = packed_tensors(config_for())  # scales in bfloat16: float32 holds what they unpack to
     place = resolve(str(make(tmp_path / "packed", tensors)))
@@ -172,7 +222,10 @@ def test_the_pool_has_the_weights_of_the_plain_checkpoint_that_holds_the_same(tm
     same = resolve(str(models.write(tmp_path / "plain", config_for(), plain)))
     assert place.weights == same.weights
     assert place.fingerprint != same.fingerprint
-    a, b = (dict(reference.Reference(checkpoint)._model.named_parameters()) for checkpoint in (place, same))
+    a, b = (
+        dict(reference.Reference(checkpoint)._model.named_parameters())
+        for checkpoint in (place, same)
+    )
     assert {name: torch.equal(a[name], b[name]) for name in b} == dict.fromkeys(a, True)
     assert len(a) == 29
 
@@ -191,7 +244,10 @@ def test_a_weight_that_config_json_names_has_its_own_bits_or_is_plain(tmp_path: 
     assert found.note == "MLX 4-bit in groups of 32 and 8-bit in groups of 64"
     assert (found.packed[f"{UP}.weight"].bits, found.packed[f"{UP}.weight"].shape) == (8, (96, 64))
     assert f"{down}.weight" not in found.packed
-    assert torch.equal(truth.Weights(found, dtype="float32")(f"{UP}.weight"), formula(tensors, f"{UP}.weight", bits=8))
+    assert torch.equal(
+        truth.Weights(found, dtype="float32")(f"{UP}.weight"),
+        formula(tensors, f"{UP}.weight", bits=8),
+    )
 
 
 def test_the_fingerprint_is_of_the_words(tmp_path: Path) -> None:
@@ -216,7 +272,10 @@ def refusal(call: Callable[[], object]) -> str:
     ("said", "words"),
     [
         (SAID | {"mode": "mxfp4"}, "quantization: mode is 'mxfp4', expected 'affine'"),
-        (SAID | {"mode": "nvfp4", "group_size": 16}, "quantization: mode is 'nvfp4', expected 'affine'"),
+        (
+            SAID | {"mode": "nvfp4", "group_size": 16},
+            "quantization: mode is 'nvfp4', expected 'affine'",
+        ),
         (SAID | {"mode": "mxfp8", "bits": 8}, "quantization: mode is 'mxfp8', expected 'affine'"),
         (SAID | {"mode": None}, "quantization: mode is None, expected 'affine'"),
         (SAID | {"bits": 1}, "quantization: bits is 1, expected one of 2, 3, 4, 5, 6, 8"),
@@ -226,25 +285,56 @@ def refusal(call: Callable[[], object]) -> str:
         (SAID | {"group_size": 16}, "quantization: group_size is 16, expected one of 32, 64, 128"),
         ({"bits": 4}, "quantization: group_size is None, expected one of"),
         ({"group_size": 32}, "quantization: bits is None, expected one of"),
-        (SAID | {"quantize_input": True}, "quantization: quantize_input is True, expected group_size, bits, mode or the name of a weight"),
-        (SAID | {"model.layers.9.mlp.up_proj": SAID}, "quantization: model.layers.9.mlp.up_proj is "),
-        (SAID | {UP: 4}, f"quantization: {UP} is 4, expected true, false, or an object with bits and group_size"),
+        (
+            SAID | {"quantize_input": True},
+            "quantization: quantize_input is True, expected group_size, bits, mode or the name of a weight",
+        ),
+        (
+            SAID | {"model.layers.9.mlp.up_proj": SAID},
+            "quantization: model.layers.9.mlp.up_proj is ",
+        ),
+        (
+            SAID | {UP: 4},
+            f"quantization: {UP} is 4, expected true, false, or an object with bits and group_size",
+        ),
         (SAID | {UP: False}, f"quantization: {UP} is False, expected no scales beside the weight"),
-        (SAID | {"model.norm": True}, "quantization: model.norm is True, expected its scales beside the weight"),
+        (
+            SAID | {"model.norm": True},
+            "quantization: model.norm is True, expected its scales beside the weight",
+        ),
         (SAID | {UP: {"bits": 4}}, f"quantization: {UP}: group_size is None, expected one of"),
-        (SAID | {UP: SAID | {"mode": "mxfp4"}}, f"quantization: {UP}: mode is 'mxfp4', expected 'affine'"),
-        (SAID | {UP: SAID | {"global_scale": True}}, f"quantization: {UP}: unknown key 'global_scale', expected group_size, bits, mode"),
-        (SAID | {UP: SAID | {"bits": 8}}, f"{UP}.scales has shape [96, 2], expected [96, 1] beside {UP}.weight [96, 8] of 8 bits"),
-        (SAID | {"bits": 8}, "scales has shape [61, 2], expected [61, 1] beside model.embed_tokens.weight [61, 8] of 8 bits in groups"),
-        (SAID | {"group_size": 64}, "expected [61, 1] beside model.embed_tokens.weight [61, 8] of 4 bits in groups of 64"),
+        (
+            SAID | {UP: SAID | {"mode": "mxfp4"}},
+            f"quantization: {UP}: mode is 'mxfp4', expected 'affine'",
+        ),
+        (
+            SAID | {UP: SAID | {"global_scale": True}},
+            f"quantization: {UP}: unknown key 'global_scale', expected group_size, bits, mode",
+        ),
+        (
+            SAID | {UP: SAID | {"bits": 8}},
+            f"{UP}.scales has shape [96, 2], expected [96, 1] beside {UP}.weight [96, 8] of 8 bits",
+        ),
+        (
+            SAID | {"bits": 8},
+            "scales has shape [61, 2], expected [61, 1] beside model.embed_tokens.weight [61, 8] of 8 bits in groups",
+        ),
+        (
+            SAID | {"group_size": 64},
+            "expected [61, 1] beside model.embed_tokens.weight [61, 8] of 4 bits in groups of 64",
+        ),
     ],
 )
-def test_what_config_json_may_not_say_is_refused_by_its_key(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+def test_what_config_json_may_not_say_is_refused_by_its_key(
+    tmp_path: Path, said: dict[str, Any], words: str
+) -> None:
     place = make(tmp_path / "m", packed_tensors(config_for()), said, said, layout="mha")
     found = refusal(lambda: resolve(str(place)))
     assert words in found
     assert found.startswith(str(place))
-    assert found.endswith("; give the model's unquantised checkpoint or its GGUF, or quantise it again with mlx-lm")
+    assert found.endswith(
+        "; give the model's unquantised checkpoint or its GGUF, or quantise it again with mlx-lm"
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,10 +344,15 @@ def test_what_config_json_may_not_say_is_refused_by_its_key(tmp_path: Path, said
             SAID | {"bits": 8},
             "quantization_config says {'group_size': 32, 'bits': 8, 'mode': 'affine'}, expected {'group_size': 32, 'bits': 4",
         ),
-        ({"quant_method": "awq", "bits": 4}, "quantization_config says {'quant_method': 'awq', 'bits': 4}, expected {'group_size': 32"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quantization_config says {'quant_method': 'awq', 'bits': 4}, expected {'group_size': 32",
+        ),
     ],
 )
-def test_the_two_places_of_config_json_must_say_the_same(tmp_path: Path, again: object, words: str) -> None:
+def test_the_two_places_of_config_json_must_say_the_same(
+    tmp_path: Path, again: object, words: str
+) -> None:
     tensors = packed_tensors(config_for())
     assert words in refusal(lambda: resolve(str(make(tmp_path / "m", tensors, SAID, again))))
     assert resolve(str(make(tmp_path / "once", tensors, SAID, None))).packed
@@ -271,18 +366,53 @@ def without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ("change", "words"),
     [
         (without(f"{UP}.scales"), f"no {UP}.scales beside {UP}.weight (U32), expected them"),
-        (without(f"{UP}.biases"), f"no {UP}.biases beside {UP}.scales, expected weight, scales and biases together"),
-        (without(f"{UP}.weight"), f"no {UP}.weight beside {UP}.scales, expected weight, scales and biases together"),
+        (
+            without(f"{UP}.biases"),
+            f"no {UP}.biases beside {UP}.scales, expected weight, scales and biases together",
+        ),
+        (
+            without(f"{UP}.weight"),
+            f"no {UP}.weight beside {UP}.scales, expected weight, scales and biases together",
+        ),
         (lambda t: t | {f"{UP}.weight": torch.zeros(96, 64)}, f"{UP}.weight is F32, expected U32"),
-        (lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"].view(torch.int32)}, f"{UP}.weight is I32, expected U32"),
-        (lambda t: t | {f"{UP}.scales": torch.zeros(96, 2, dtype=torch.uint8)}, f"{UP}.scales is U8, expected F32, F16, BF16"),
-        (lambda t: t | {f"{UP}.biases": torch.zeros(96, 2, dtype=torch.float64)}, f"{UP}.biases is F64, expected F32, F16, BF16"),
-        (lambda t: t | {f"{UP}.scales": torch.zeros(2, 96)}, f"{UP}.scales has shape [2, 96], expected [96, 2] beside {UP}.weight [96, 8]"),
-        (lambda t: t | {f"{UP}.biases": torch.zeros(96, 1)}, f"{UP}.biases has shape [96, 1], expected [96, 2] beside {UP}.weight [96, 8]"),
-        (lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"][:, :7].clone()}, f"{UP}.weight has shape [96, 7], expected rows of whole groups"),
-        (lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"].flatten()}, f"{UP}.weight has shape [768], expected rows of whole groups"),
-        (lambda t: t | {"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}, "up_proj.qweight (I32) belongs to"),
-        (lambda t: {n: x for n, x in t.items() if "scales" not in n}, "expected tensors with scales, found none"),
+        (
+            lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"].view(torch.int32)},
+            f"{UP}.weight is I32, expected U32",
+        ),
+        (
+            lambda t: t | {f"{UP}.scales": torch.zeros(96, 2, dtype=torch.uint8)},
+            f"{UP}.scales is U8, expected F32, F16, BF16",
+        ),
+        (
+            lambda t: t | {f"{UP}.biases": torch.zeros(96, 2, dtype=torch.float64)},
+            f"{UP}.biases is F64, expected F32, F16, BF16",
+        ),
+        (
+            lambda t: t | {f"{UP}.scales": torch.zeros(2, 96)},
+            f"{UP}.scales has shape [2, 96], expected [96, 2] beside {UP}.weight [96, 8]",
+        ),
+        (
+            lambda t: t | {f"{UP}.biases": torch.zeros(96, 1)},
+            f"{UP}.biases has shape [96, 1], expected [96, 2] beside {UP}.weight [96, 8]",
+        ),
+        (
+            lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"][:, :7].clone()},
+            f"{UP}.weight has shape [96, 7], expected rows of whole groups",
+        ),
+        (
+            lambda t: t | {f"{UP}.weight": t[f"{UP}.weight"].flatten()},
+            f"{UP}.weight has shape [768], expected rows of whole groups",
+        ),
+        (
+            lambda t: (
+                t | {"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2, dtype=torch.int32)}
+            ),
+            "up_proj.qweight (I32) belongs to",
+        ),
+        (
+            lambda t: {n: x for n, x in t.items() if "scales" not in n},
+            "expected tensors with scales, found none",
+        ),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused_by_name(
@@ -308,7 +438,9 @@ def test_scales_of_which_config_json_says_nothing_are_refused_as_ever(tmp_path: 
         ({"num_hidden_layers": 2}, "unknown tensor model.layers.2."),
     ],
 )
-def test_packed_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_packed_weights_of_another_model_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     place = make(tmp_path / "m", packed_tensors(config_for()))
     config = json.loads((place / "config.json").read_text()) | changes
     (place / "config.json").write_text(json.dumps(config))
@@ -317,21 +449,31 @@ def test_packed_weights_of_another_model_are_refused(tmp_path: Path, changes: di
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
-@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (1e6, "float16")])
-def test_scales_and_biases_that_are_not_finite_are_named(tmp_path: Path, part: str, value: float, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (1e6, "float16")]
+)
+def test_scales_and_biases_that_are_not_finite_are_named(
+    tmp_path: Path, part: str, value: float, dtype: str
+) -> None:
     tensors = packed_tensors(config_for())
     tensors[f"{UP}.{part}"][3, 1] = value
     checkpoint = resolve(str(make(tmp_path / "m", tensors)))
-    with pytest.raises(Refusal, match=rf"up_proj\.{part}: not finite in {dtype}, expected finite weights"):
+    with pytest.raises(
+        Refusal, match=rf"up_proj\.{part}: not finite in {dtype}, expected finite weights"
+    ):
         truth.Weights(checkpoint, dtype=dtype)(f"{UP}.weight")
     with pytest.raises(Refusal, match=rf"up_proj\.{part}: not finite in {dtype}"):
         reference.Reference(checkpoint, dtype=dtype)
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_what_config_json_says_of_packed_weights_cannot_be_ignored(tmp_path: Path, key: str) -> None:
+def test_what_config_json_says_of_packed_weights_cannot_be_ignored(
+    tmp_path: Path, key: str
+) -> None:
     place = make(tmp_path / "m", packed_tensors(config_for()))
-    assert f"--ignore-key {key} would change the weights" in refusal(lambda: resolve(str(place), ignore_keys=[key]))
+    assert f"--ignore-key {key} would change the weights" in refusal(
+        lambda: resolve(str(place), ignore_keys=[key])
+    )
 
 
 def test_packed_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:

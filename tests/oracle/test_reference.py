@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from oracle import reference, trace
-from oracle.checkpoint import resolve
-from oracle.config import read_config
-from oracle.plan import Call, Clone, Crop, Greedy, New, Plan, Refusal, Reset, judged_plans
+from oracle.formats import trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
+from oracle.model.checkpoint import resolve
+from oracle.pool import reference
+from oracle.truth.config import read_config
 
 N = 16
 TOKENS = models.tokens(N)
@@ -67,7 +69,15 @@ def test_greedy_takes_the_highest_logit_and_does_not_feed_the_last_token(model):
 
 def test_a_clone_and_its_source_never_see_each_others_tokens(model):
     a, b = tuple(TOKENS[5:8]), tuple(TOKENS[8:12])
-    made = run(model, New("x"), Call("x", PROMPT), Clone("x", "y"), Call("x", a), Call("y", b), Call("x", (1,)))
+    made = run(
+        model,
+        New("x"),
+        Call("x", PROMPT),
+        Clone("x", "y"),
+        Call("x", a),
+        Call("y", b),
+        Call("x", (1,)),
+    )
     alone = run(model, New("x"), Call("x", PROMPT), Call("x", b))
     assert (cached(made, "x"), cached(made, "y")) == (9, 9)
     rows = made.arrays["steps"] == 4
@@ -77,7 +87,9 @@ def test_a_clone_and_its_source_never_see_each_others_tokens(model):
 
 @pytest.mark.parametrize("length", [0, 3, 5])
 def test_cropping_equals_never_having_had_the_tokens(model, length):
-    made = run(model, New("a"), Call("a", PROMPT), Call("a", (7, 8)), Crop("a", length), Call("a", (9,)))
+    made = run(
+        model, New("a"), Call("a", PROMPT), Call("a", (7, 8)), Crop("a", length), Call("a", (9,))
+    )
     fresh = run(model, New("a"), *([Call("a", PROMPT[:length])] if length else []), Call("a", (9,)))
     assert cached(made) == length + 1
     assert made.positions[-1] == length
@@ -119,7 +131,9 @@ def test_a_second_prompt_without_a_position_goes_on_silently(model):
 
 
 def test_without_a_cache_the_context_is_lost(model):
-    made = run(model, New("a", use_kv_cache=False), Call("a", PROMPT), Call("a", (9,)), Call("a", (9,), 6))
+    made = run(
+        model, New("a", use_kv_cache=False), Call("a", PROMPT), Call("a", (9,)), Call("a", (9,), 6)
+    )
     alone = run(model, New("a"), Call("a", (9,)))
     assert made.positions.tolist() == [0, 1, 2, 3, 4, 0, 0]
     assert np.abs(made.logits[-2:] - alone.logits[-1]).max() < NOISE
@@ -127,11 +141,15 @@ def test_without_a_cache_the_context_is_lost(model):
 
 def test_a_first_call_may_stand_anywhere_even_beyond_the_models_positions(model):
     """RoPE is relative: the logits are those of a start at 0, and the keys are not."""
-    made = run(model, New("a"), Call("a", PROMPT), New("b"), Call("b", PROMPT, 1000), Call("b", (9,), 1005))
+    made = run(
+        model, New("a"), Call("a", PROMPT), New("b"), Call("b", PROMPT, 1000), Call("b", (9,), 1005)
+    )
     assert made.meta.outcomes[3].error is None
     assert np.abs(made.logits[5:] - made.logits[:5]).max() < 20 * NOISE
     assert np.abs(made.arrays["kv/a/000/keys"] - made.arrays["kv/b/000/keys"]).max() > 0.1
-    assert made.meta.outcomes[4].error.startswith("cannot be expressed: index_pos 1005 with 5 tokens cached")
+    assert made.meta.outcomes[4].error.startswith(
+        "cannot be expressed: index_pos 1005 with 5 tokens cached"
+    )
 
 
 def test_an_id_out_of_the_vocabulary_is_that_steps_error(model):
@@ -148,7 +166,9 @@ def test_last_rows_equal_the_last_rows_of_all(model):
     assert last.meta.plan.digest == every.meta.plan.digest
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+)
 def test_half_precision_is_widened_exactly(folder, dtype, torch_dtype):
     half = reference.Reference(resolve(str(folder)), dtype=dtype)
     made = half.run(judged_plans(TOKENS, prompt=5)["step"])
@@ -166,12 +186,16 @@ def test_a_trace_survives_being_written(model, tmp_path):
     assert found.meta == made.meta
     assert found.meta.fingerprint == model.checkpoint.fingerprint
     assert found.meta.environment["attention"] == "sdpa"
-    assert {name: array.tolist() for name, array in found.arrays.items()} == {name: array.tolist() for name, array in made.arrays.items()}
+    assert {name: array.tolist() for name, array in found.arrays.items()} == {
+        name: array.tolist() for name, array in made.arrays.items()
+    }
 
 
 def test_a_sliding_window_in_the_config_does_not_shorten_the_cache(model, folder, tmp_path):
     config = models.config_of("gqa", tie_word_embeddings=False, sliding_window=4)
-    windowed = reference.Reference(resolve(str(models.write(tmp_path / "m", config, models.tensors_of(config)))))
+    windowed = reference.Reference(
+        resolve(str(models.write(tmp_path / "m", config, models.tensors_of(config))))
+    )
     plan = judged_plans(TOKENS, prompt=5)["step"]
     assert np.array_equal(windowed.run(plan).logits, model.run(plan).logits)
     assert cached(windowed.run(plan)) == N
@@ -182,15 +206,25 @@ def test_what_transformers_refuses_is_said_to_be_its_refusal(model, monkeypatch)
         raise ValueError("The hidden size (56)\nis not a multiple of the heads (6).")
 
     monkeypatch.setattr(reference.LlamaForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(Refusal, match=r"gqa: transformers \d\S* refuses this model \(The hidden size \(56\) is not a multiple"):
+    with pytest.raises(
+        Refusal,
+        match=r"gqa: transformers \d\S* refuses this model \(The hidden size \(56\) is not a multiple",
+    ):
         reference.Reference(model.checkpoint)
 
 
 def test_a_parameter_that_the_checkpoint_lacks_is_never_left_random(model, monkeypatch):
     shapes = type(read_config(model.checkpoint.config)).shapes
-    monkeypatch.setattr("oracle.config.Config.shapes", lambda self: {k: v for k, v in shapes(self).items() if k != "model.norm.weight"})
+    monkeypatch.setattr(
+        "oracle.truth.config.Config.shapes",
+        lambda self: {k: v for k, v in shapes(self).items() if k != "model.norm.weight"},
+    )
     tensors = reference._tensors
-    monkeypatch.setattr(reference, "_tensors", lambda *given: {k: v for k, v in tensors(*given).items() if k != "model.norm.weight"})
+    monkeypatch.setattr(
+        reference,
+        "_tensors",
+        lambda *given: {k: v for k, v in tensors(*given).items() if k != "model.norm.weight"},
+    )
     monkeypatch.setattr(reference, "check_weights", lambda *args: None)
     with pytest.raises(Refusal, match=r"disagree on model\.norm\.weight"):
         reference.Reference(model.checkpoint)

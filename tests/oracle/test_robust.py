@@ -21,8 +21,13 @@ import torch
 from folders import INDEX, SHARDS, folder_of
 from folders import refused as refused_model
 
-from oracle import checkpoint, folder, plan, process, tokens, trace
-from oracle.plan import New, Plan, Refusal
+from oracle import folder
+from oracle.formats import disk, plan, run_folder, trace
+from oracle.formats import exits as process
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import New, Plan
+from oracle.model import checkpoint
+from oracle.model import tokenizer as tokens
 
 PYTHON = [sys.executable, "-m", "oracle"]
 
@@ -39,13 +44,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make(tmp_path_factory.mktemp("models") / "tiny", "mqa")
 
 
-def oracle(*arguments: object, env: dict[str, str] | None = None, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+def oracle(
+    *arguments: object, env: dict[str, str] | None = None, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
     def set_limit() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     command = [*PYTHON, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | (env or {}), preexec_fn=set_limit)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | (env or {}),
+        preexec_fn=set_limit,
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -82,7 +96,10 @@ def put(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX, "tokenizer.json", "a.safetensors", "model.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", INDEX, "tokenizer.json", "a.safetensors", "model.gguf"],
+)
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
@@ -93,7 +110,9 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(
         said = refusal(tokens.load, place)
     elif name == "model.gguf":
         said = refused_model(place / name)
-        assert ("no config.json" if kind == "folder" else "expected a folder with config.json") in said
+        assert (
+            "no config.json" if kind == "folder" else "expected a folder with config.json"
+        ) in said
         return
     else:
         said = refused_model(place)
@@ -105,7 +124,12 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(
 def test_a_trace_a_plan_and_a_manifest_are_regular_files(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "manifest.json"
     put(path, kind)
-    for read, given in ((trace.read, path), (plan.read, path), (trace.read_manifest, tmp_path), (trace.sha256, path)):
+    for read, given in (
+        (trace.read, path),
+        (plan.read, path),
+        (run_folder.read_manifest, tmp_path),
+        (disk.sha256, path),
+    ):
         assert "not a regular file" in refusal(read, given)
 
 
@@ -113,7 +137,10 @@ def test_a_name_too_long_for_any_file_system(tmp_path: Path) -> None:
     long = "x" * 300
     place = folder_of(
         tmp_path / "m",
-        {f"{'y' * 200}.safetensors": ["lm_head.weight", "model.norm.weight"], "b.safetensors": ["model.embed_tokens.weight"]},
+        {
+            f"{'y' * 200}.safetensors": ["lm_head.weight", "model.norm.weight"],
+            "b.safetensors": ["model.embed_tokens.weight"],
+        },
     )
     index = json.loads((place / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = f"{long}.safetensors"
@@ -123,7 +150,9 @@ def test_a_name_too_long_for_any_file_system(tmp_path: Path) -> None:
     refused(oracle("check", tmp_path / long), "File name too long")
 
 
-@pytest.mark.parametrize("shard", ["../a.safetensors", "/etc/a.safetensors", "a\0.safetensors", "", 3, None, ["a"]])
+@pytest.mark.parametrize(
+    "shard", ["../a.safetensors", "/etc/a.safetensors", "a\0.safetensors", "", 3, None, ["a"]]
+)
 def test_an_index_names_files_beside_it(tmp_path: Path, shard: object) -> None:
     place = folder_of(tmp_path / "m", SHARDS)
     (place / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
@@ -131,39 +160,77 @@ def test_an_index_names_files_beside_it(tmp_path: Path, shard: object) -> None:
 
 
 def test_an_output_folder_with_a_name_too_long(model: Path, tmp_path: Path) -> None:
-    refused(oracle("run", model, "--tokens", "1", "--out", tmp_path / ("x" * 300)), "cannot be written (File name too long)")
+    refused(
+        oracle("run", model, "--tokens", "1", "--out", tmp_path / ("x" * 300)),
+        "cannot be written (File name too long)",
+    )
 
 
 def test_the_root_is_no_place_for_a_run(model: Path) -> None:
-    refused(oracle("run", model, "--tokens", "1,2", "--out", "/"), "/: the root of the file system, expected a new folder")
+    refused(
+        oracle("run", model, "--tokens", "1,2", "--out", "/"),
+        "/: the root of the file system, expected a new folder",
+    )
 
 
 def test_paths_may_hold_spaces_and_other_alphabets_and_lines(model: Path, tmp_path: Path) -> None:
     name = "größe 日本\nlines'\"$HOME"
     place = shutil.copytree(model, tmp_path / name)
-    done = oracle("run", place, "--tokens", "1,2", "--steps", "1", "--threads", "1", "--out", tmp_path / f"out {name}")
+    done = oracle(
+        "run",
+        place,
+        "--tokens",
+        "1,2",
+        "--steps",
+        "1",
+        "--threads",
+        "1",
+        "--out",
+        tmp_path / f"out {name}",
+    )
     assert done.returncode == 0, done.stderr
-    assert trace.read_manifest(tmp_path / f"out {name}").source == str(place)
+    assert run_folder.read_manifest(tmp_path / f"out {name}").source == str(place)
     refused(oracle("show", tmp_path / f"no {name}"), "cannot be read")
 
 
 def test_a_path_that_is_no_text_is_refused_or_shown(model: Path, tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     shutil.copytree(model, odd)
-    refused(oracle("run", odd, "--tokens", "1,2", "--out", tmp_path / "out"), "not text", "expected a path in UTF-8")
-    done = oracle("run", model, "--tokens", "1,2", "--steps", "1", "--threads", "1", "--out", odd + "out")
+    refused(
+        oracle("run", odd, "--tokens", "1,2", "--out", tmp_path / "out"),
+        "not text",
+        "expected a path in UTF-8",
+    )
+    done = oracle(
+        "run", model, "--tokens", "1,2", "--steps", "1", "--threads", "1", "--out", odd + "out"
+    )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/\\udcffout\n"), done.stderr
 
 
 def test_threads_are_bounded_with_a_reason(model: Path, tmp_path: Path) -> None:
-    refused(oracle("run", model, "--tokens", "1,2", "--threads", "100000", "--out", tmp_path / "x"), "threads: 100000", "torch dies")
+    refused(
+        oracle("run", model, "--tokens", "1,2", "--threads", "100000", "--out", tmp_path / "x"),
+        "threads: 100000",
+        "torch dies",
+    )
     (tmp_path / "p.json").write_text(json.dumps(Plan("p", (New("a"),)).to_json()))
-    done = oracle("follow", model, "--plan", tmp_path / "p.json", "--threads", "100000", "--out", tmp_path / "x")
+    done = oracle(
+        "follow",
+        model,
+        "--plan",
+        tmp_path / "p.json",
+        "--threads",
+        "100000",
+        "--out",
+        tmp_path / "x",
+    )
     refused(done, "threads: 100000")
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    done = oracle("run", model, "--tokens", "1,2,3", "--threads", "1", "--out", tmp_path / "out", limit=20_000)
+    done = oracle(
+        "run", model, "--tokens", "1,2,3", "--threads", "1", "--out", tmp_path / "out", limit=20_000
+    )
     refused(done, "cannot be written (File too large)", "free some space")
     assert list(tmp_path.iterdir()) == []
 
@@ -179,16 +246,38 @@ def test_a_plans_name_is_a_files_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("quantization_config", {"quant_method": "awq", "bits": 4}, "quantization_config says 'awq'"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantization_config says 'gptq'"),
-        ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "quantization_config says 'fp8'"),
-        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantization_config says 'bitsandbytes'"),
+        (
+            "quantization_config",
+            {"quant_method": "awq", "bits": 4},
+            "quantization_config says 'awq'",
+        ),
+        (
+            "quantization_config",
+            {"quant_method": "gptq", "bits": 4},
+            "quantization_config says 'gptq'",
+        ),
+        (
+            "quantization_config",
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            "quantization_config says 'fp8'",
+        ),
+        (
+            "quantization_config",
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quantization_config says 'bitsandbytes'",
+        ),
         ("quantization_config", {"bits": 4}, "quantization_config says \"{'bits': 4}\""),
-        ("compression_config", {"quant_method": "compressed-tensors"}, "compression_config says 'compressed-tensors'"),
+        (
+            "compression_config",
+            {"quant_method": "compressed-tensors"},
+            "compression_config says 'compressed-tensors'",
+        ),
         ("quantization", {"group_size": 64, "bits": 4}, "quantization says"),
     ],
 )
-def test_a_quantised_config_is_refused_by_its_method(tmp_path: Path, key: str, value: object, says: str) -> None:
+def test_a_quantised_config_is_refused_by_its_method(
+    tmp_path: Path, key: str, value: object, says: str
+) -> None:
     config = {"model_type": "llama", "vocab_size": 11, "max_position_embeddings": 32, key: value}
     said = refused_model(folder_of(tmp_path / "m", config=config))
     assert says in said
@@ -201,13 +290,18 @@ def test_a_quantised_config_is_refused_by_its_method(tmp_path: Path, key: str, v
         ("model.layers.0.mlp.up_proj.qweight", torch.zeros(2, 2, dtype=torch.int32)),
         ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.ones(1, 1)),
         ("model.layers.0.mlp.up_proj.weight.absmax", torch.ones(4)),
-        ("model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4", torch.zeros(9, dtype=torch.uint8)),
+        (
+            "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4",
+            torch.zeros(9, dtype=torch.uint8),
+        ),
         ("model.layers.0.mlp.up_proj.SCB", torch.ones(4)),
         ("model.layers.0.mlp.up_proj.scales", torch.ones(4)),
         ("model.layers.0.mlp.up_proj.weight", torch.zeros(2, 2, dtype=torch.float8_e4m3fn)),
     ],
 )
-def test_quantised_tensors_are_refused_by_name(tmp_path: Path, name: str, array: torch.Tensor) -> None:
+def test_quantised_tensors_are_refused_by_name(
+    tmp_path: Path, name: str, array: torch.Tensor
+) -> None:
     config = models.config_of("mqa")
     place = models.write(tmp_path / "m", config, models.tensors_of(config) | {name: array})
     assert f"{name} (" in refused_model(place)
@@ -243,14 +337,27 @@ def silent() -> Iterator[str]:
 
 
 def hub(tmp_path: Path, endpoint: str, **more: str) -> dict[str, str]:
-    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "127.0.0.1"} | more
+    return {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path / "hub"),
+        "NO_PROXY": "127.0.0.1",
+    } | more
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path, silent: str) -> None:
     begun = time.monotonic()
-    done = oracle("run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=hub(tmp_path, silent))
-    refused(done, "org/name: no such folder here, and the Hub did not give it", "timed out", "check the spelling and the network")
-    assert time.monotonic() - begun < 40  # 10 s by the clock of the request, and imports on a busy machine
+    done = oracle(
+        "run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=hub(tmp_path, silent)
+    )
+    refused(
+        done,
+        "org/name: no such folder here, and the Hub did not give it",
+        "timed out",
+        "check the spelling and the network",
+    )
+    assert (
+        time.monotonic() - begun < 40
+    )  # 10 s by the clock of the request, and imports on a busy machine
 
 
 def test_a_hub_that_is_not_there_and_no_hub_at_all(tmp_path: Path) -> None:
@@ -258,22 +365,35 @@ def test_a_hub_that_is_not_there_and_no_hub_at_all(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         refused(
-            oracle("run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=hub(tmp_path, endpoint)),
+            oracle(
+                "run",
+                "org/name",
+                "--tokens",
+                "1",
+                "--out",
+                tmp_path / "out",
+                env=hub(tmp_path, endpoint),
+            ),
             "check the spelling and the network",
         )
         offline = hub(tmp_path, endpoint, HF_HUB_OFFLINE="1")
-        refused(oracle("run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=offline), "HF_HUB_OFFLINE is set")
+        refused(
+            oracle("run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=offline),
+            "HF_HUB_OFFLINE is set",
+        )
 
 
 # Processes.
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(
+    tmp_path: Path,
+) -> None:
     dead = tmp_path / "tmp01234567"
     (dead / "run").mkdir(parents=True)
-    with process.own_folder(tmp_path, prefix="tmp") as living:
+    with disk.own_folder(tmp_path, prefix="tmp") as living:
         assert not dead.exists()
-        with process.own_folder(tmp_path, prefix="tmp") as other:
+        with disk.own_folder(tmp_path, prefix="tmp") as other:
             assert living.exists()
             assert living != other
         assert not other.exists()
@@ -293,13 +413,23 @@ def test_a_folder_goes_with_a_signal_that_comes_as_soon_as_it_is_there(
         sys.exit(143)
 
     monkeypatch.setattr(owner, moment, stopped)
-    with pytest.raises(SystemExit), process.own_folder(tmp_path, prefix=".out.", suffix=".part"):
+    with pytest.raises(SystemExit), disk.own_folder(tmp_path, prefix=".out.", suffix=".part"):
         pytest.fail("the signal came first")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_killed_while_it_writes_is_swept_by_the_next(model: Path, tmp_path: Path) -> None:
-    command = [*PYTHON, "run", str(model), "--tokens", "1,2,3", "--threads", "1", "--out", str(tmp_path / "out")]
+    command = [
+        *PYTHON,
+        "run",
+        str(model),
+        "--tokens",
+        "1,2,3",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob(".out.*.part")) and first.poll() is None:
         time.sleep(0.005)
@@ -313,8 +443,20 @@ def test_a_run_killed_while_it_writes_is_swept_by_the_next(model: Path, tmp_path
 def test_a_process_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    command = [*PYTHON, "run", str(model), "--tokens", "1,2,3", "--steps", "100", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, env=os.environ | {process.PARENT: str(gone.pid)}, capture_output=True, timeout=60)
+    command = [
+        *PYTHON,
+        "run",
+        str(model),
+        "--tokens",
+        "1,2,3",
+        "--steps",
+        "100",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {process.PARENT: str(gone.pid)}, capture_output=True, timeout=60
+    )
     assert done.returncode == 143
     assert b"Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -323,7 +465,17 @@ def test_a_process_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [0.3, 0.6, 1.2])
 def test_an_interrupt_of_the_imports_is_silent(model: Path, tmp_path: Path, after: float) -> None:
     # Python itself takes up to a tenth of a second before our first line, and answers with a traceback of its own.
-    command = [*PYTHON, "run", str(model), "--tokens", "1,2,3", "--steps", "100", "--out", str(tmp_path / "out")]
+    command = [
+        *PYTHON,
+        "run",
+        str(model),
+        "--tokens",
+        "1,2,3",
+        "--steps",
+        "100",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(after)
     started.send_signal(signal.SIGINT)
@@ -335,12 +487,14 @@ def test_an_interrupt_of_the_imports_is_silent(model: Path, tmp_path: Path, afte
 
 def test_a_second_run_waits_for_the_lock_and_says_so(tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from oracle import process\n"
-    code += "with process.alone(Path(sys.argv[1]), waiting=lambda: None): print('held', flush=True); time.sleep(1)"
+    code += "with disk.alone(Path(sys.argv[1]), waiting=lambda: None): print('held', flush=True); time.sleep(1)"
     lock, said = tmp_path / "lock", []
-    with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with process.alone(lock, waiting=lambda: said.append("waiting")):
+        with disk.alone(lock, waiting=lambda: said.append("waiting")):
             assert holder.poll() is not None or holder.wait(timeout=5) == 0
     assert said == ["waiting"]
 
@@ -363,7 +517,11 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("fingerprint", 7, "fingerprint is 7, expected str"),
         ("fingerprint", {}, "fingerprint is {}, expected str"),
-        ("proofs", {"truth_agreement": "small"}, "proofs is {'truth_agreement': 'small'}, expected dict[str, float]"),
+        (
+            "proofs",
+            {"truth_agreement": "small"},
+            "proofs is {'truth_agreement': 'small'}, expected dict[str, float]",
+        ),
         ("proofs", {"truth_agreement": float("nan")}, "proofs is {'truth_agreement': nan}"),
         ("texts", [1, 2, 3, 4], "texts is [1, 2, 3, 4], expected list[str]"),
         ("texts", ["a"], "texts holds 1, which no run writes"),
@@ -377,15 +535,21 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("files", {"a\0b": "0" * 64}, "files holds 'a\\x00b'"),
         ("files", {"a": "short"}, "sha256 holds 'short'"),
         ("environment", {"generated": "many"}, "tokens holds -1"),
-        ("environment", {"threads": float("inf")}, "environment is {'threads': inf}, expected dict[str, typing.Any]"),
+        (
+            "environment",
+            {"threads": float("inf")},
+            "environment is {'threads': inf}, expected dict[str, typing.Any]",
+        ),
         ("name", "\ud800", "surrogates not allowed"),
         ("inputs", None, "inputs is None, expected str"),
     ],
 )
-def test_a_manifest_of_odd_kinds_is_refused_by_key(run: Path, tmp_path: Path, key: str, value: object, says: str) -> None:
+def test_a_manifest_of_odd_kinds_is_refused_by_key(
+    run: Path, tmp_path: Path, key: str, value: object, says: str
+) -> None:
     made = shutil.copytree(run, tmp_path / "run")
     edited(made, key, value)
-    assert says in refusal(trace.read_manifest, made)
+    assert says in refusal(run_folder.read_manifest, made)
 
 
 @pytest.mark.parametrize(
@@ -398,13 +562,22 @@ def test_a_manifest_of_odd_kinds_is_refused_by_key(run: Path, tmp_path: Path, ke
         ("probes", {"matmul": [1]}, "probes is {'matmul': [1]}, expected dict[str, float]"),
         ("environment", {"x": float("nan")}, "environment is {'x': nan}"),
         ("plan_digest", [1], "plan_digest is [1], expected str"),
-        ("plan", {"format": "mlxkv-plan/1", "name": "p", "steps": [{"do": []}]}, "step 0: do is [], expected one of"),
+        (
+            "plan",
+            {"format": "mlxkv-plan/1", "name": "p", "steps": [{"do": []}]},
+            "step 0: do is [], expected one of",
+        ),
     ],
 )
-def test_a_traces_metadata_of_odd_kinds_is_refused_by_key(tmp_path: Path, key: str, value: object, says: str) -> None:
+def test_a_traces_metadata_of_odd_kinds_is_refused_by_key(
+    tmp_path: Path, key: str, value: object, says: str
+) -> None:
     path = tmp_path / "t.safetensors"
     meta = trace.Meta(Plan("p", (New("a"),)), "e", "1", "float32").to_json() | {key: value}
-    header = {"__metadata__": {"mlxkv": json.dumps(meta)}, "logits": {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]}}
+    header = {
+        "__metadata__": {"mlxkv": json.dumps(meta)},
+        "logits": {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]},
+    }
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     assert says in refusal(trace.read, path)
@@ -421,26 +594,39 @@ def test_a_traces_metadata_of_odd_kinds_is_refused_by_key(tmp_path: Path, key: s
         ([], "bytes"),
     ],
 )
-def test_a_shape_that_numpy_has_no_array_for_is_refused(tmp_path: Path, shape: object, says: str) -> None:
+def test_a_shape_that_numpy_has_no_array_for_is_refused(
+    tmp_path: Path, shape: object, says: str
+) -> None:
     path = tmp_path / "t.safetensors"
     meta = trace.Meta(Plan("p", (New("a"),)), "e", "1", "float32").to_json()
     end = 4 if isinstance(shape, list) and shape and set(shape) == {1} else 0
-    header = {"__metadata__": {"mlxkv": json.dumps(meta)}, "kv/a/000/keys": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}
+    header = {
+        "__metadata__": {"mlxkv": json.dumps(meta)},
+        "kv/a/000/keys": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]},
+    }
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
     assert says in refusal(trace.read, path)
 
 
 def test_text_that_is_no_unicode_is_written_as_what_it_is(tmp_path: Path) -> None:
-    trace.write_text(tmp_path / "t.md", os.fsdecode(b"a \xff b"))
+    disk.write_text(tmp_path / "t.md", os.fsdecode(b"a \xff b"))
     assert (tmp_path / "t.md").read_text() == "a \\udcff b"
 
 
 def test_every_reported_fault_has_a_test_of_its_kind() -> None:
     here = Path(__file__).parents[1]
-    rows = [line.split("|") for line in (here / "README.md").read_text(encoding="utf-8").splitlines() if re.match(r"\| \d\d \|", line)]
+    rows = [
+        line.split("|")
+        for line in (here / "README.md").read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| \d\d \|", line)
+    ]
     assert [int(row[1]) for row in rows] == list(range(1, 50, 2))
-    known = {name for path in here.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)}
+    known = {
+        name
+        for path in here.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+    }
     named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row[3])}
     assert named - known == set()
     assert all("`test_" in row[3] for row in rows)

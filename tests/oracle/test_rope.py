@@ -12,15 +12,22 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from oracle import folder, reference, truth
+from oracle import folder
 from oracle.answer import PROOF_LIMITS
-from oracle.checkpoint import resolve
-from oracle.config import effective, read_config
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import resolve
+from oracle.pool import reference
+from oracle.truth import llama as truth
+from oracle.truth.config import effective, read_config
 
 ORIGINAL = 16
 PAIRS = 8
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "original_max_position_embeddings": ORIGINAL}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + i / 8 for i in range(PAIRS)],
@@ -37,9 +44,12 @@ TYPES = {
     "yarn, its own attention": YARN | {"attention_factor": 1.2},
     "yarn, two mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
     "yarn, one mscale": YARN | {"mscale": 0.7},
-    "yarn, equal betas": YARN | {"beta_slow": 4.0, "truncate": False, "original_max_position_embeddings": 128},
+    "yarn, equal betas": YARN
+    | {"beta_slow": 4.0, "truncate": False, "original_max_position_embeddings": 128},
     "yarn, plain betas": {k: v for k, v in YARN.items() if k != "beta_fast"},
-    "yarn, its original length left out": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"},
+    "yarn, its original length left out": {
+        k: v for k, v in YARN.items() if k != "original_max_position_embeddings"
+    },
     "longrope": LONGROPE,
     "longrope, its own factor": LONGROPE | {"factor": 2.0},
     "longrope, its own attention": LONGROPE | {"attention_factor": 1.2},
@@ -53,8 +63,15 @@ def described(scaling, spelling="rope_scaling"):
     if spelling == "outside" and "original_max_position_embeddings" in scaling:
         outer["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     if spelling == "rope_parameters":
-        return models.config_of("gqa", head_dim=2 * PAIRS, rope_theta=None, rope_parameters=scaling | {"rope_theta": 10.0})
-    return models.config_of("gqa", head_dim=2 * PAIRS, rope_theta=10.0, rope_scaling=scaling) | outer
+        return models.config_of(
+            "gqa",
+            head_dim=2 * PAIRS,
+            rope_theta=None,
+            rope_parameters=scaling | {"rope_theta": 10.0},
+        )
+    return (
+        models.config_of("gqa", head_dim=2 * PAIRS, rope_theta=10.0, rope_scaling=scaling) | outer
+    )
 
 
 @pytest.mark.parametrize("n", [12, 40, 128])
@@ -94,14 +111,18 @@ def proof(checkpoint, n, config=None):
     config = config or read_config(checkpoint.config)
     weights, tokens = truth.Weights(checkpoint, dtype="float32"), models.tokens(n)
     out = np.zeros((n, config.vocab_size))
-    truth.write_logits(truth.follow(weights, config, tokens, segments={"full": [n]}), weights.head(config), out)
+    truth.write_logits(
+        truth.follow(weights, config, tokens, segments={"full": [n]}), weights.head(config), out
+    )
     error = reference.Reference(checkpoint).double(tokens) - out
     return math.sqrt((error * error).mean()) / np.abs(out).max()
 
 
 @pytest.mark.parametrize("n", [12, 40])
 @pytest.mark.parametrize("name", TYPES)
-def test_whole_models_pass_the_second_proof_on_both_sides_of_the_original_length(checkpoints, name, n):
+def test_whole_models_pass_the_second_proof_on_both_sides_of_the_original_length(
+    checkpoints, name, n
+):
     assert 0 < proof(checkpoints[name], n) <= PROOF_LIMITS["transformers_double"]
 
 
@@ -130,19 +151,27 @@ def test_the_types_differ_from_each_other(checkpoints):
     alike = ("dynamic", "yarn, one mscale", "yarn, plain betas")
     configs = {name: read_config(c.config) for name, c in checkpoints.items() if name not in alike}
     for (a, one), (b, other) in itertools.combinations(configs.items(), 2):
-        assert not torch.allclose(*(truth.rope_tables(c, 40)[0] for c in (one, other)), rtol=0, atol=1e-3), (a, b)
+        assert not torch.allclose(
+            *(truth.rope_tables(c, 40)[0] for c in (one, other)), rtol=0, atol=1e-3
+        ), (a, b)
 
 
 # Sequences.
 
 
 def ask(checkpoint, tmp_path, *, tokens, prompt, steps=0, **more):
-    given = {"tokens": models.tokens(tokens), "steps": steps, "threads": 1} | ({"prompt_tokens": prompt} if not steps else {})
+    given = {"tokens": models.tokens(tokens), "steps": steps, "threads": 1} | (
+        {"prompt_tokens": prompt} if not steps else {}
+    )
     return folder.run(str(checkpoint.folder), out=tmp_path / "out", **given, **more)
 
 
-@pytest.mark.parametrize(("tokens", "prompt", "steps"), [(16, 5, 0), (8, 8, 9), (40, 30, 0), (30, 30, 5)])
-def test_longrope_is_judged_where_every_call_lies_on_one_side(checkpoints, tmp_path, tokens, prompt, steps):
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "steps"), [(16, 5, 0), (8, 8, 9), (40, 30, 0), (30, 30, 5)]
+)
+def test_longrope_is_judged_where_every_call_lies_on_one_side(
+    checkpoints, tmp_path, tokens, prompt, steps
+):
     made = ask(checkpoints["longrope"], tmp_path, tokens=tokens, prompt=prompt, steps=steps)
     folder.check(tmp_path / "out")
     assert made.proofs["truth_agreement"] < 1e-12
@@ -160,9 +189,18 @@ def test_longrope_is_judged_where_every_call_lies_on_one_side(checkpoints, tmp_p
         (8, 8, None, 10, "plan step begins with 8 of 17"),
     ],
 )
-def test_longrope_across_its_original_length_is_refused_with_both_numbers(checkpoints, tmp_path, tokens, prompt, chunks, steps, named):
+def test_longrope_across_its_original_length_is_refused_with_both_numbers(
+    checkpoints, tmp_path, tokens, prompt, chunks, steps, named
+):
     with pytest.raises(Refusal) as caught:
-        ask(checkpoints["longrope"], tmp_path, tokens=tokens, prompt=prompt, steps=steps, chunks=chunks)
+        ask(
+            checkpoints["longrope"],
+            tmp_path,
+            tokens=tokens,
+            prompt=prompt,
+            steps=steps,
+            chunks=chunks,
+        )
     rest = (
         "expected both on one side of 16, up to which longrope has short factors (transformers would change them in the middle); "
         "take a longer first chunk or fewer tokens"
@@ -170,7 +208,9 @@ def test_longrope_across_its_original_length_is_refused_with_both_numbers(checkp
     assert str(caught.value) == f"tokens: {named}, {rest}"
 
 
-def test_transformers_does_mix_longropes_factors_in_a_cache_that_grows_across(checkpoints, monkeypatch, tmp_path):
+def test_transformers_does_mix_longropes_factors_in_a_cache_that_grows_across(
+    checkpoints, monkeypatch, tmp_path
+):
     monkeypatch.setattr("oracle.question.Question._check_sides", lambda *_: None)
     made = ask(checkpoints["longrope"], tmp_path, tokens=40, prompt=5)
     assert made.proofs["truth_agreement"] < 1e-12
@@ -194,7 +234,10 @@ def test_an_ignored_key_is_in_the_manifest_and_changes_the_inputs(tmp_path):
     config = models.config_of("mha")
     tensors = models.tensors_of(config)
     plain = resolve(str(models.write(tmp_path / "plain", config, tensors)))
-    odd = resolve(str(models.write(tmp_path / "odd", config | {"auto_map": {"A": "b.C"}}, tensors)), ignore_keys=["auto_map"])
+    odd = resolve(
+        str(models.write(tmp_path / "odd", config | {"auto_map": {"A": "b.C"}}, tensors)),
+        ignore_keys=["auto_map"],
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
 
@@ -203,10 +246,16 @@ def test_an_ignored_key_is_in_the_manifest_and_changes_the_inputs(tmp_path):
         ask(odd, tmp_path / "b", tokens=8, prompt=5)
     other = ask(odd, tmp_path / "b", tokens=8, prompt=5, ignore_keys=["auto_map"])
 
-    assert (odd.note, odd.without, "auto_map" in odd.config) == ("ignoring auto_map in config.json", ("auto_map",), False)
+    assert (odd.note, odd.without, "auto_map" in odd.config) == (
+        "ignoring auto_map in config.json",
+        ("auto_map",),
+        False,
+    )
     assert odd.config_digest == plain.config_digest != resolve(str(odd.folder)).config_digest
     assert other.environment["ignored_keys"] == ["auto_map"]
     assert "ignored_keys" not in one.environment
     assert other.note == "ignoring auto_map in config.json"
-    with pytest.raises(Refusal, match=r"config\.json: no key 'autp_map', expected one as --ignore-key says"):
+    with pytest.raises(
+        Refusal, match=r"config\.json: no key 'autp_map', expected one as --ignore-key says"
+    ):
         resolve(str(odd.folder), ignore_keys=["autp_map"])

@@ -4,11 +4,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from oracle import tokens
-from oracle.checkpoint import Checkpoint
-from oracle.plan import Refusal
+from oracle.formats.errors import Refusal
+from oracle.model import tokenizer as tokens
+from oracle.model.checkpoint import Checkpoint
 
-CASES = json.loads((Path(__file__).parents[1] / "golden/tokens.json").read_text(encoding="utf-8"))["cases"]
+CASES = json.loads((Path(__file__).parents[1] / "golden/tokens.json").read_text(encoding="utf-8"))[
+    "cases"
+]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +29,11 @@ def copy(default_checkpoint: Checkpoint, folder: Path, **changes: object) -> tok
     return tokenizer
 
 
-ADDS_ZERO = json.loads(processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]).__getstate__())
+ADDS_ZERO = json.loads(
+    processors.TemplateProcessing(
+        "<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    ).__getstate__()
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ascii(case["text"]))
@@ -50,37 +56,69 @@ def test_special_tokens_are_one_id_each_and_shown(smol: tokens.Tokenizer) -> Non
 
 @pytest.mark.parametrize(
     ("id", "text"),
-    [(504, "The"), (314, " is"), (198, "\n"), (100, "t"), (0, "<|endoftext|>"), (33777, "oji"), (10813, "<f0 9f>"), (49152, "<49152>")],
+    [
+        (504, "The"),
+        (314, " is"),
+        (198, "\n"),
+        (100, "t"),
+        (0, "<|endoftext|>"),
+        (33777, "oji"),
+        (10813, "<f0 9f>"),
+        (49152, "<49152>"),
+    ],
 )
-def test_a_token_is_its_text_with_its_space_or_its_spelling(smol: tokens.Tokenizer, id: int, text: str) -> None:
+def test_a_token_is_its_text_with_its_space_or_its_spelling(
+    smol: tokens.Tokenizer, id: int, text: str
+) -> None:
     assert smol.token_text(id) == text
 
 
-def test_a_decoder_that_drops_the_first_space_does_not_drop_it_from_a_shown_token(tmp_path: Path) -> None:
-    inner = Tokenizer(models.BPE({"▁": 0, "▁is": 1, "i": 2, "s": 3, "▁i": 4}, [("▁", "i"), ("▁i", "s")]))
+def test_a_decoder_that_drops_the_first_space_does_not_drop_it_from_a_shown_token(
+    tmp_path: Path,
+) -> None:
+    inner = Tokenizer(
+        models.BPE({"▁": 0, "▁is": 1, "i": 2, "s": 3, "▁i": 4}, [("▁", "i"), ("▁i", "s")])
+    )
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = tokens.load(tmp_path)
     assert tokenizer is not None
-    assert (tokenizer.decode([1]), tokenizer.token_text(1), tokenizer.token_text(2)) == ("is", " is", "i")
+    assert (tokenizer.decode([1]), tokenizer.token_text(1), tokenizer.token_text(2)) == (
+        "is",
+        " is",
+        "i",
+    )
 
 
-def test_a_doubled_first_token_is_said_and_kept(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_doubled_first_token_is_said_and_kept(
+    default_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     tokenizer = copy(default_checkpoint, tmp_path, post_processor=ADDS_ZERO)
     assert tokenizer.encode("<|endoftext|>The") == [0, 0, 504]
-    assert tokenizer.warning == "prompt: begins with <|endoftext|> twice (the text has it and the tokenizer adds it); both are kept"
+    assert (
+        tokenizer.warning
+        == "prompt: begins with <|endoftext|> twice (the text has it and the tokenizer adds it); both are kept"
+    )
     assert tokenizer.encode("The") == [0, 504]
     assert tokenizer.warning is None
 
 
-def test_a_text_that_repeats_itself_is_not_called_doubled(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    ends = json.loads(processors.TemplateProcessing("$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]).__getstate__())
+def test_a_text_that_repeats_itself_is_not_called_doubled(
+    default_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    ends = json.loads(
+        processors.TemplateProcessing(
+            "$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        ).__getstate__()
+    )
     tokenizer = copy(default_checkpoint, tmp_path, post_processor=ends)
     assert tokenizer.encode("11") == [33, 33, 0]
     assert tokenizer.warning is None
 
 
-def test_a_files_own_cutting_and_filling_is_switched_off(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_files_own_cutting_and_filling_is_switched_off(
+    default_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     inner = Tokenizer.from_file(str(default_checkpoint.folder / "tokenizer.json"))
     inner.enable_truncation(3)
     inner.enable_padding(length=9)
@@ -91,15 +129,24 @@ def test_a_files_own_cutting_and_filling_is_switched_off(default_checkpoint: Che
     assert tokenizer.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
 
 
-def test_no_text_is_refused_even_where_the_tokenizer_would_add_a_token(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_no_text_is_refused_even_where_the_tokenizer_would_add_a_token(
+    default_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     tokenizer = copy(default_checkpoint, tmp_path, post_processor=ADDS_ZERO)
-    with pytest.raises(Refusal, match=r"^prompt: empty, expected text of one token or more; give some text or token ids$"):
+    with pytest.raises(
+        Refusal,
+        match=r"^prompt: empty, expected text of one token or more; give some text or token ids$",
+    ):
         tokenizer.encode("")
     assert tokenizer.encode(" ") == [0, 216]
 
 
 def test_a_text_without_tokens_is_refused(default_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    tokenizer = copy(default_checkpoint, tmp_path, normalizer={"type": "Strip", "strip_left": True, "strip_right": True})
+    tokenizer = copy(
+        default_checkpoint,
+        tmp_path,
+        normalizer={"type": "Strip", "strip_left": True, "strip_right": True},
+    )
     with pytest.raises(Refusal, match=r"^prompt: no tokens, expected text of one token"):
         tokenizer.encode("  ")
 
@@ -113,7 +160,9 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert tokens.load(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "version https://git-lfs.github.com/spec/v1\n"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", "version https://git-lfs.github.com/spec/v1\n"]
+)
 def test_a_damaged_tokenizer_is_refused_by_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(Refusal) as caught:
@@ -130,11 +179,20 @@ def test_ids_that_the_model_has_rows_and_positions_for_are_taken() -> None:
     ("ids", "says"),
     [
         ([], "tokens: none, expected one id or more; give some text or token ids"),
-        ([3, 11], "tokens: id 11 at place 1, expected 0 to 10; take ids of this model's vocabulary"),
+        (
+            [3, 11],
+            "tokens: id 11 at place 1, expected 0 to 10; take ids of this model's vocabulary",
+        ),
         ([-1], "tokens: id -1 at place 0, expected 0 to 10; take ids of this model's vocabulary"),
-        ([True], "tokens: id True at place 0, expected 0 to 10; take ids of this model's vocabulary"),
+        (
+            [True],
+            "tokens: id True at place 0, expected 0 to 10; take ids of this model's vocabulary",
+        ),
         ([2.0], "tokens: id 2.0 at place 0, expected 0 to 10; take ids of this model's vocabulary"),
-        ([1] * 4, "tokens: 4 of them, expected at most 3 (max_position_embeddings); shorten the prompt"),
+        (
+            [1] * 4,
+            "tokens: 4 of them, expected at most 3 (max_position_embeddings); shorten the prompt",
+        ),
     ],
 )
 def test_other_ids_are_refused_by_their_place(ids: list[int], says: str) -> None:

@@ -11,12 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle import answer, reference, trace, truth
+from oracle import answer
 from oracle.answer import PROOF_LIMITS
-from oracle.checkpoint import resolve
-from oracle.config import Config, read_config
-from oracle.plan import Refusal, judged_plans
-from oracle.scaling import Llama3
+from oracle.formats import trace
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import judged_plans
+from oracle.model.checkpoint import resolve
+from oracle.pool import reference
+from oracle.truth import llama as truth
+from oracle.truth.config import Config, read_config
+from oracle.truth.rope import Llama3
 
 N = 24
 TOKENS = models.tokens(N)
@@ -29,7 +33,10 @@ def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     untied = {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
     made = {name: models.make(root / name, name) for name in LAYOUTS}
-    made |= {f"{name} untied, biased": models.make(root / f"{name}-untied", name, **untied) for name in ("mha", "gqa")}
+    made |= {
+        f"{name} untied, biased": models.make(root / f"{name}-untied", name, **untied)
+        for name in ("mha", "gqa")
+    }
     return {name: resolve(str(folder)) for name, folder in made.items()}
 
 
@@ -52,7 +59,9 @@ def proof(checkpoint, config=None, **kwargs):
 
 
 @given(cuts=st.sets(st.integers(1, N - 1)))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_any_segmentation_gives_the_same_logits(checkpoints, cuts):
     edges = [0, *sorted(cuts), N]
     sizes = [b - a for a, b in itertools.pairwise(edges)]
@@ -78,7 +87,10 @@ def test_transformers_in_float64_is_within_the_proof(checkpoints, name):
 )
 def test_a_wrong_constant_breaks_the_second_proof(checkpoints, name, wrong):
     config = read_config(checkpoints[name].config)
-    assert proof(checkpoints[name], dataclasses.replace(config, **wrong(config))) > PROOF_LIMITS["transformers_double"]
+    assert (
+        proof(checkpoints[name], dataclasses.replace(config, **wrong(config)))
+        > PROOF_LIMITS["transformers_double"]
+    )
 
 
 def test_one_matrix_rounded_to_float16_breaks_the_second_proof(checkpoints):
@@ -90,7 +102,9 @@ def test_one_matrix_rounded_to_float16_breaks_the_second_proof(checkpoints):
 
 def test_a_mask_off_by_one_breaks_the_second_proof(checkpoints, monkeypatch):
     right = truth.hides
-    monkeypatch.setattr(truth, "hides", lambda start, rows, columns: right(start + 1, rows, columns))
+    monkeypatch.setattr(
+        truth, "hides", lambda start, rows, columns: right(start + 1, rows, columns)
+    )
     assert proof(checkpoints["mha"]) > 1e-3
 
 
@@ -111,14 +125,23 @@ def forgetful_mask(start, rows, columns, right=truth.hides):
 
 
 def stale_row(queries, keys, values, *, start, seen=None, right=truth.attend):
-    return right(queries, torch.cat((keys[:, 1:2], keys[:, 1:]), dim=1) if start else keys, values, start=start, seen=seen)
+    return right(
+        queries,
+        torch.cat((keys[:, 1:2], keys[:, 1:]), dim=1) if start else keys,
+        values,
+        start=start,
+        seen=seen,
+    )
 
 
 def swapped_positions(x, cos, sin, *, interleaved, right=truth.rotate):
     return right(x, *(t.flip(0) if len(t) == 2 else t for t in (cos, sin)), interleaved=interleaved)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("hides", forgetful_mask), ("attend", stale_row), ("rotate", swapped_positions)])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("hides", forgetful_mask), ("attend", stale_row), ("rotate", swapped_positions)],
+)
 def test_a_fault_of_the_cache_breaks_the_first_proof(checkpoints, monkeypatch, name, wrong):
     monkeypatch.setattr(truth, name, wrong)
     out, apart = logits(checkpoints["gqa"], segments={"full": [N], "chunked": [3, 2, N - 5]})
@@ -129,7 +152,11 @@ def test_the_frequencies_are_the_formula_in_float64():
     config = Config(1, 64, 1, 4, 4, 16, 1, 1, 1e-5, 500000.0, None, True, False, False)
     expected = [1, 0.193923, 0.037606, 0.00729266, 0.00141421, 0.000274248, 5.318e-5, 1.0313e-5]
     np.testing.assert_allclose(truth.inverse_frequencies(config), expected, rtol=1e-4)
-    np.testing.assert_allclose(truth.inverse_frequencies(config), [500000.0 ** -(i / 16) for i in range(0, 16, 2)], rtol=1e-15)
+    np.testing.assert_allclose(
+        truth.inverse_frequencies(config),
+        [500000.0 ** -(i / 16) for i in range(0, 16, 2)],
+        rtol=1e-15,
+    )
 
 
 def test_llama3_keeps_fast_pairs_slows_slow_ones_and_blends_between():
@@ -141,7 +168,11 @@ def test_llama3_keeps_fast_pairs_slows_slow_ones_and_blends_between():
         wavelength = 2 * math.pi / frequency
         blend = (32 / wavelength - 1) / 3
         expected.append(
-            frequency if wavelength < 8 else frequency / 8 if wavelength > 32 else blend * frequency + (1 - blend) * frequency / 8
+            frequency
+            if wavelength < 8
+            else frequency / 8
+            if wavelength > 32
+            else blend * frequency + (1 - blend) * frequency / 8
         )
     assert expected[0] == plain[0]
     assert expected[-1] == plain[-1] / 8
@@ -162,18 +193,24 @@ def test_the_mask_hides_what_comes_after_each_position():
 
 def test_with_one_key_attention_returns_its_value():
     random = torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn((h, 1, 4), generator=random, dtype=torch.float64) for h in (6, 2, 2))
+    queries, keys, values = (
+        torch.randn((h, 1, 4), generator=random, dtype=torch.float64) for h in (6, 2, 2)
+    )
     mixed = truth.attend(queries, keys, values, start=0)
     assert torch.equal(mixed, values.repeat_interleave(3, dim=0).flatten()[None])
 
 
 def test_attention_in_blocks_equals_attention_at_once(monkeypatch):
     random = torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn((h, 9, 4), generator=random, dtype=torch.float64) for h in (4, 2, 2))
+    queries, keys, values = (
+        torch.randn((h, 9, 4), generator=random, dtype=torch.float64) for h in (4, 2, 2)
+    )
     seen = {"scores": None}
     whole = truth.attend(queries, keys, values, start=0)
     monkeypatch.setattr(truth, "_BLOCK", 4 * 9 * 2)
-    torch.testing.assert_close(truth.attend(queries, keys, values, start=0, seen=seen), whole, rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        truth.attend(queries, keys, values, start=0, seen=seen), whole, rtol=0, atol=1e-15
+    )
     scores = (queries @ keys.repeat_interleave(2, dim=0).transpose(1, 2) / 2).tril()
     torch.testing.assert_close(seen["scores"], scores, rtol=0, atol=1e-15)
 
@@ -201,7 +238,9 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, value, dtype):
     tensors = models.tensors_of(config)
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = value
     checkpoint = resolve(str(models.write(tmp_path / "m", config, tensors)))
-    with pytest.raises(Refusal, match=rf"model\.layers\.2\.mlp\.up_proj\.weight: not finite in {dtype}"):
+    with pytest.raises(
+        Refusal, match=rf"model\.layers\.2\.mlp\.up_proj\.weight: not finite in {dtype}"
+    ):
         logits(checkpoint, dtype=dtype)
 
 
@@ -221,17 +260,40 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     plan = judged_plans(TOKENS, prompt=5)["full"]
     shapes = config.taps(N)
     weights = truth.Weights(checkpoint, dtype="float32")
-    answer.write_truth(tmp_path / "t.safetensors", weights, config, plan=plan, segments={"full": [N]}, taps=frozenset(shapes))
+    answer.write_truth(
+        tmp_path / "t.safetensors",
+        weights,
+        config,
+        plan=plan,
+        segments={"full": [N]},
+        taps=frozenset(shapes),
+    )
     made = trace.read(tmp_path / "t.safetensors")
-    assert (made.meta.engine, made.meta.dtype, made.meta.weights_dtype) == ("truth", "float64", "float32")
-    assert (made.meta.fingerprint, made.meta.config_digest) == (checkpoint.fingerprint, checkpoint.config_digest)
+    assert (made.meta.engine, made.meta.dtype, made.meta.weights_dtype) == (
+        "truth",
+        "float64",
+        "float32",
+    )
+    assert (made.meta.fingerprint, made.meta.config_digest) == (
+        checkpoint.fingerprint,
+        checkpoint.config_digest,
+    )
     assert {name: made.arrays[f"tap/002/{name}"].shape for name in shapes} == shapes
-    tap = {i: {name: torch.tensor(made.arrays[f"tap/{i:03d}/{name}"]) for name in shapes} for i in range(3)}
+    tap = {
+        i: {name: torch.tensor(made.arrays[f"tap/{i:03d}/{name}"]) for name in shapes}
+        for i in range(3)
+    }
     keys, values = made.kv("a", 2)
     assert np.array_equal(keys, tap[2]["k_rope"])
     assert np.array_equal(values, tap[2]["v"])
-    torch.testing.assert_close(tap[1]["hidden"] + tap[2]["o_proj"] + tap[2]["down"], tap[2]["hidden"], rtol=0, atol=1e-14)
-    torch.testing.assert_close(tap[2]["q"].norm(dim=-1), tap[2]["q_rope"].norm(dim=-1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        tap[1]["hidden"] + tap[2]["o_proj"] + tap[2]["down"], tap[2]["hidden"], rtol=0, atol=1e-14
+    )
+    torch.testing.assert_close(
+        tap[2]["q"].norm(dim=-1), tap[2]["q_rope"].norm(dim=-1), rtol=1e-13, atol=0
+    )
     assert torch.equal(tap[2]["scores"].triu(1), torch.zeros(6, N, N, dtype=torch.float64))
     final = truth.rms_norm(tap[2]["hidden"], weights("model.norm.weight"), config.eps)
-    torch.testing.assert_close(final @ weights.head(config).T, torch.tensor(made.logits), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        final @ weights.head(config).T, torch.tensor(made.logits), rtol=0, atol=1e-14
+    )

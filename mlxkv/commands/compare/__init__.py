@@ -1,0 +1,1 @@
+"""`mlxkv compare`: the oracle, the engine, the verdict, the report."""

@@ -1,0 +1,1 @@
+"""`mlxkv locate`: where something first goes wrong."""

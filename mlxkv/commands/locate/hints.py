@@ -1,0 +1,248 @@
+"""From the first wrong tap to words: what kind of fault makes this tap wrong while all before it are right.
+
+Everything here looks at one layer that was fed the truth's input, so an error in a tap was made between it and the taps
+before. The words name what to look at; where the numbers allow, they name the row, the head or the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlxkv.commands.locate.layers import HEADED, Layer
+from mlxkv.judge.measure import Array, Floats
+
+EQUAL = (
+    1e-12  # of a tap's largest value: two float64 runs of the same formulas; see locate.py's TAP
+)
+_ALIKE = 1e-3  # of an error: what makes two errors the same one
+
+# A projection, its input, and its name in the checkpoint.
+_LINEAR = {
+    "q": ("input_norm", "self_attn.q_proj"),
+    "k": ("input_norm", "self_attn.k_proj"),
+    "v": ("input_norm", "self_attn.v_proj"),
+    "o_proj": ("attention", "self_attn.o_proj"),
+    "gate": ("post_norm", "mlp.gate_proj"),
+    "up": ("post_norm", "mlp.up_proj"),
+    "down": ("activation", "mlp.down_proj"),
+}
+_PLAIN = {
+    "embedding": "the embedding: its weights, or other token ids",
+    "activation": "the activation: silu, or its product with up",
+    "hidden": "the residual: what leaves the layer is not what entered it plus o_proj plus down",
+    "logits": "behind the layers: the final norm's eps or weight, or the head's weights (tied to the embedding or not)",
+}
+
+
+def explain(layer: Layer, tap: str, first: int, heads: Sequence[int]) -> str:
+    """A sentence on a wrong tap; `first` is its first wrong position, `heads` the wrong heads."""
+    if tap in ("input_norm", "post_norm"):
+        return _norm(layer, tap)
+    if tap in _LINEAR:
+        return _projection(layer, tap, heads)
+    if tap in ("q_rope", "k_rope"):
+        return _rope(first)
+    if tap in ("keys", "values"):
+        return _cache(layer, tap, first, heads[0])
+    if tap == "scores":
+        return _scores(layer, heads)
+    if tap == "attention":
+        return _attention(layer, heads)
+    return _PLAIN[tap]
+
+
+def _norm(layer: Layer, tap: str) -> str:
+    pair = layer.pair(tap)
+    assert pair is not None
+    mine, its = pair[0][0], pair[1][0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(np.abs(its) > 1e-6 * np.abs(its).max(), mine / its, np.nan) - 1
+    most = np.nanmax(np.abs(ratio))
+    by_row, by_channel = _spread(ratio, 1), _spread(ratio, 0)
+    if by_row <= _ALIKE * most < by_channel:
+        return "RMSNorm: eps (each row is off by one factor of its own)"
+    if by_channel <= _ALIKE * most:
+        wrong = np.flatnonzero(np.nanmax(np.abs(ratio), axis=0) > EQUAL)
+        return f"RMSNorm: the norm's weight ({_some('channel', wrong, ratio.shape[1])})"
+    if tap == "post_norm":
+        return "the residual before the norm (what entered the layer plus o_proj), or RMSNorm's own formula"
+    return "RMSNorm: its formula, or another input than what the layer was given"
+
+
+def _spread(ratio: Floats, axis: int) -> float:
+    """The largest range along an axis."""
+    filled = np.where(np.isnan(ratio), -np.inf, ratio).max(axis) - np.where(
+        np.isnan(ratio), np.inf, ratio
+    ).min(axis)
+    return float(np.max(filled))
+
+
+def _projection(layer: Layer, tap: str, heads: Sequence[int]) -> str:
+    source, name = _LINEAR[tap]
+    order, pair, given = _order(layer, tap, heads), layer.pair(tap), layer.pair(source)
+    assert pair is not None
+    mine, its = _flat(pair[0]), _flat(pair[1])
+    error = mine - its
+    wrong = np.flatnonzero(~(np.abs(error).max(0) <= EQUAL * np.abs(its).max()))
+    words = f"{name}: its weight or bias ({_some('output', wrong, its.shape[1])})"
+    if order:
+        return f"{name}: the order of its heads{order}"
+    if len(wrong) != 1 or given is None:
+        return words
+    column = _column(error[:, wrong[0]], _flat(given[1]))
+    return words if column is None else f"{name}.weight: the single weight [{wrong[0]}, {column}]"
+
+
+def _column(error: Floats, given: Floats) -> int | None:
+    """The input to which the error is proportional at every position, if there is one."""
+    if len(error) < 3 or not np.isfinite(error).all():
+        return None
+    sizes = np.linalg.norm(given, axis=0) * np.linalg.norm(error)
+    likeness = np.abs(error @ given) / np.maximum(sizes, np.finfo(np.float64).tiny)
+    best = int(np.argmax(likeness))
+    return best if 1 - likeness[best] <= _ALIKE**2 else None
+
+
+def _rope(first: int) -> str:
+    if first == 0:
+        return "RoPE: positions (position 0 must not turn at all), or its pairing or tables"
+    if first == 1:
+        return "RoPE: theta, scaling, pairing or positions"
+    return f"RoPE: positions from {first} on (index_pos), or tables that end there"
+
+
+def _cache(layer: Layer, tap: str, row: int, head: int) -> str:
+    pair = layer.pair(tap)
+    assert pair is not None
+    held, true = pair[0][head], pair[1][head]
+    where = f"the cache: row {row} of its {tap} in layer {layer.number}, head {head}"
+    if np.isnan(held[row]).any():
+        return f"{where}, is missing"
+    same = [j for j in range(len(true)) if j != row and _near(held[row], true[j], true)]
+    if same:
+        moved = (
+            "a token was lost or moved before it"
+            if row + 1 < len(true) and _follows(held, true, row, same[0] - row)
+            else "stale"
+        )
+        return f"{where}, is the truth's row {same[0]}: {moved}"
+    if not held[row].any():
+        return f"{where}, is empty"
+    for dtype in ("float32", "float16", "bfloat16"):
+        if _near(held[row], rounded(true[row], dtype), true):
+            return f"{where}, is rounded to {dtype}"
+    return f"{where}, is none of the truth's rows: overwritten, or written for another position"
+
+
+def _follows(held: Array, true: Array, row: int, shift: int) -> bool:
+    """Whether the next row is off by as many rows as this one."""
+    return 0 <= row + 1 + shift < len(true) and _near(held[row + 1], true[row + 1 + shift], true)
+
+
+def _near(a: Array, b: Array, whole: Array) -> bool:
+    return bool(np.abs(a - b).max() <= EQUAL * np.abs(whole).max())
+
+
+def rounded(values: Floats, dtype: str) -> Floats:
+    """The values as `dtype` holds them, in float64."""
+    if dtype != "bfloat16":
+        return np.asarray(values, dtype).astype(np.float64)
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    # To the nearest, ties to even: numpy has no bfloat16.
+    kept = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
+        0xFFFF0000
+    )
+    return np.asarray(kept.view(np.float32), np.float64)
+
+
+def _scores(layer: Layer, heads: Sequence[int]) -> str:
+    pair = layer.pair("scores")
+    assert pair is not None
+    mine, its = pair
+    n = its.shape[1]
+    future = np.arange(n)[None, :] > np.arange(n)[:, None]
+    for shown, words in (
+        ((mine != 0) & future, "lets it see"),
+        ((mine == 0) & (its != 0) & ~future, "hides from it"),
+    ):
+        if shown.any():
+            _, query, key = (int(i) for i in np.argwhere(shown)[0])
+            return f"the mask: at position {query} it {words} the key of position {key}"
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = (mine / its)[np.abs(its) > 1e-6 * np.abs(its).max()]
+    if ratio.size and np.ptp(ratio) <= _ALIKE * abs(ratio.mean() - 1):
+        return f"the attention's scale: every score is {ratio.mean():.6g} times the truth's (1 / sqrt(head_dim) is right)"
+    read = _read(layer, heads, "scores", lambda scores, _: scores)
+    if read:
+        return f"GQA's head order: {read}"
+    return "scores of right queries and keys: which key head a query head reads (GQA), a key row of the cache, or the scale"
+
+
+def _attention(layer: Layer, heads: Sequence[int]) -> str:
+    read = _read(layer, heads, "attention", lambda scores, values: _softmax(scores) @ values)
+    if read:
+        return f"GQA's head order among the values: {read}"
+    return "attention with right scores: softmax, GQA's head order among the values, or a value row of the cache"
+
+
+def _read(
+    layer: Layer, heads: Sequence[int], tap: str, formula: Callable[[Floats, Floats], Floats]
+) -> str | None:
+    """Which key/value head each wrong query head reads, by the last position's row, where that is another one."""
+    found = [layer.pair(name) for name in (tap, "q_rope", "k_rope", "v")]
+    pairs = [pair for pair in found if pair is not None]
+    if len(pairs) < len(found):
+        return None
+    (mine, its), (_, queries), (_, keys), (_, values) = pairs
+    told = []
+    for head in heads:
+        for j in range(len(keys)):
+            scores = keys[j] @ queries[head, -1] / np.sqrt(keys.shape[2])
+            # For scores the keys may be another head's, for attention the values.
+            right = (
+                keys[head * len(keys) // len(queries)] @ queries[head, -1] / np.sqrt(keys.shape[2])
+            )
+            if _near(mine[head, -1], formula(scores if tap == "scores" else right, values[j]), its):
+                told.append(
+                    f"query head {head} reads head {j}, expected {head * len(keys) // len(queries)}"
+                )
+    return "; ".join(told) if len(told) == len(heads) > 0 else None
+
+
+def _softmax(scores: Floats) -> Floats:
+    weights = np.exp(scores - scores.max())
+    return np.asarray(weights / weights.sum())
+
+
+def _order(layer: Layer, tap: str, heads: Sequence[int]) -> str:
+    """Which other head of the truth each wrong head is, where that is so of all of them."""
+    pair = layer.pair(tap)
+    if pair is None or tap not in HEADED:
+        return ""
+    mine, its = pair
+    found = {
+        h: [j for j in range(len(its)) if j != h and _near(mine[h], its[j], its)] for h in heads
+    }
+    if not heads or not all(found.values()):
+        return ""
+    return (
+        " ("
+        + ", ".join(f"head {h} is the truth's head {others[0]}" for h, others in found.items())
+        + ")"
+    )
+
+
+def _some(what: str, wrong: Array, count: int) -> str:
+    if len(wrong) == count:
+        return f"all {count} {what}s"
+    shown = ", ".join(map(str, wrong[:4].tolist())) + (
+        f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    )
+    return f"{what}{'s' if len(wrong) > 1 else ''} {shown} of {count}"
+
+
+def _flat(array: Array) -> Floats:
+    """(heads, n, width) -> (n, heads * width), as the projections count."""
+    return np.asarray(array.swapaxes(0, 1).reshape(array.shape[1], -1), np.float64)

@@ -1,0 +1,167 @@
+"""Where something first goes wrong, as lines for a terminal and as Markdown. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxkv.commands.locate.place import TAP, Located, TapRow
+from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
+from oracle.formats.run_folder import Manifest
+
+HEAD = ("layer", "tap", "isolated", "propagated", "first wrong", "wrong heads")
+WORDS = (
+    (
+        "isolated",
+        "each layer fed the float64 truth's input: what is wrong here was made wrong in this layer",
+    ),
+    ("propagated", "the same run with each layer fed what the layer before really gave"),
+    (
+        "tap",
+        "a place inside a layer, in the order of computation; errors are relative to the truth's largest value there",
+    ),
+    (
+        "keys, values",
+        "what the cache holds at the end of the plan, beside k_rope and v, which went into it",
+    ),
+    ("logits", "behind the layers: the final norm and the head"),
+    (
+        "full, step, chunked",
+        "the whole sequence in one call; the prompt, then single tokens; the prompt in several calls, then single tokens",
+    ),
+)
+
+
+def sentence(found: Located) -> str:
+    """What was found, in one line."""
+    if found.outcome == "cannot tell":
+        return f"cannot tell: {found.reasons[0]}"
+    if found.outcome == "nothing":
+        worst = max(found.rows, key=lambda r: r.isolated, default=None)
+        return "nothing stands out" + (
+            f": every tap within {number(worst.isolated)} of the truth (limit {TAP:g})"
+            if worst
+            else ""
+        )
+    places = [f"position {found.position}"] if found.position is not None else []
+    places += [f"layer {found.layer}"] if found.layer is not None else []
+    places += [found.tap] if found.tap is not None else []
+    places += [f"head {found.head}"] if found.head is not None else []
+    return f"located: {', '.join(places) or 'no place'}"
+
+
+def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str, str]]:
+    """What was located, name by name."""
+    if found.outcome != "located":
+        return []
+    token = f" {quoted(found.token)}" if found.token is not None else ""
+    kind = f": {found.kind}" if found.kind and found.tap is None else ""
+    rows = [("plan", found.plan or "-")]
+    rows.append(
+        (
+            "position",
+            f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
+            if found.position is not None
+            else "-",
+        )
+    )
+    rows.append(("layer", _layers(found, layers) if found.layer is not None else "-"))
+    rows.append(("tap", found.tap or "-"))
+    heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
+    rows.append(("heads", heads if found.heads else "-"))
+    rows.append(("hint", found.hint or "-"))
+    return rows + ([("cause", found.cause)] if found.cause else [])
+
+
+def console(
+    found: Located, manifest: Manifest, *, engine: str, layers: int, report: str | None = None
+) -> str:
+    """What `locate` prints."""
+    lines = [f"{_model(manifest)}  {manifest.dtype}  {engine}", ""]
+    told = facts(found, manifest, layers=layers)
+    lines += [*(f"{name:10}{text}" for name, text in told), ""] if told else []
+    lines += [*columns(HEAD, _cells(found.rows), left={1, 5}), ""] if found.rows else []
+    lines += [f"cannot tell: {reason}" for reason in found.reasons[1:]] + [
+        f"note: {note}" for note in found.notes
+    ]
+    lines += [sentence(found)] + ([f"report: {report}"] if report is not None else [])
+    return "\n".join(lines) + "\n"
+
+
+def markdown(
+    found: Located,
+    manifest: Manifest,
+    *,
+    engine: str,
+    layers: int,
+    commands: Sequence[str] = (),
+    svg: str | None = None,
+) -> str:
+    """The report."""
+    told = facts(found, manifest, layers=layers)
+    table = markdown_table(
+        ("", ""), [[name, code(text) if text != "-" else text] for name, text in told], left={0, 1}
+    )
+    strip = found.strip
+    parts = [
+        [
+            f"# Where {engine} goes wrong: {_model(manifest)}, {manifest.dtype}",
+            "",
+            f"**{sentence(found)}**",
+        ],
+        [f"- {line}" for line in (*found.reasons[1:], *found.notes)],
+        ["## Place", "", *table] if told else [],
+        _taps(found),
+        [
+            "## By layer and position",
+            "",
+            f"{strip.unit}; limit {power(strip.limit)}.",
+            "",
+            f"![{strip.unit}]({svg})",
+        ]
+        if strip and svg
+        else [],
+        ["## Reproduce", "", "```sh", *commands, "```"] if commands else [],
+        ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS)],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _taps(found: Located) -> list[str]:
+    if not found.rows:
+        return []
+    what = (
+        "Of the first wrong layer."
+        if found.layer is not None and found.outcome == "located"
+        else "Of each tap the layer that is furthest off."
+    )
+    table = markdown_table(HEAD, _cells(found.rows), left={1, 5})
+    return ["## Taps", "", f"{what} Limit of the isolated error: {power(TAP)}.", "", *table]
+
+
+def _cells(rows: Sequence[TapRow]) -> list[list[str]]:
+    return [
+        [
+            "-" if r.tap == "logits" else str(r.layer),
+            r.tap,
+            number(r.isolated),
+            number(r.propagated),
+            "-" if r.first is None else str(r.first),
+            ", ".join(map(str, r.heads)) or "-",
+        ]
+        for r in rows
+    ]
+
+
+def _layers(found: Located, count: int) -> str:
+    wrong = len(found.layers)
+    if wrong <= 1:
+        beside = "this layer alone"
+    elif wrong == count:
+        beside = "every layer is wrong by itself"
+    else:
+        beside = f"{wrong} of {count} layers are wrong by themselves"
+    return f"{found.layer} ({beside})"
+
+
+def _model(manifest: Manifest) -> str:
+    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name

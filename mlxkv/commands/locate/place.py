@@ -1,0 +1,400 @@
+"""Where something first goes wrong: the plan and position, the layer, the tap, the head, and a cause in words.
+
+With lane A (the port in float64) every layer has been fed the truth's input, so the first tap off in a layer was made
+wrong there. Without it the layer is read from the cache's keys and values in units of the noise floor. See DESIGN.md,
+"Locating".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from mlxkv.commands.locate import hints
+from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
+from mlxkv.judge import measure
+from mlxkv.judge.case import CACHE, ORDER, Case, cache_reasons
+from mlxkv.judge.floors import cache_floors
+from mlxkv.judge.measure import Floats
+from mlxkv.judge.result import FirstWrong, Verdict
+from mlxkv.judge.verdict import KV_WORST
+from oracle.formats.plan import Call, Plan
+from oracle.formats.trace import Trace
+
+FORMAT = "mlxkv-locate/1"
+TAP = hints.EQUAL
+"""Of the largest value of a tap: limit for a layer fed the truth's input in float64."""
+MEDIAN = 4.0  # of a layer's cache, over positions and in floors: medians, since one token's massive activations swamp a maximum
+STEP = 3.0  # and so many times the layer before: what a wrong layer hands on grows more slowly
+UNEVEN = 3.0  # times noisier: a pattern over positions worth naming
+
+Found = Literal["nothing", "located", "cannot tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class TapRow:
+    """One tap of one layer: largest errors relative to the truth's largest value, `isolated` with the truth's input.
+
+    `first` is the first position above the limit in the isolated run, `heads` the heads above it.
+    """
+
+    layer: int
+    tap: str
+    isolated: float
+    propagated: float
+    first: int | None = None
+    heads: tuple[int, ...] = ()
+
+    @property
+    def wrong(self) -> bool:
+        """Above the limit, or not a number."""
+        return not (self.isolated <= TAP)
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Errors by layer and position, (layers, n); `unit` says in what. What is not finite is None."""
+
+    unit: str
+    limit: float
+    values: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where something first goes wrong. `layers` are all layers that are wrong by themselves, of which `layer` is the first.
+
+    `position` is the first wrong one of all plans, `plan` the one it was looked for in; `head` is the first of `heads`, the
+    wrong ones, and None where every head is wrong.
+    `cause` is a suspect that was tried and found guilty elsewhere.
+    """
+
+    outcome: Found
+    plan: str | None = None
+    position: int | None = None
+    token: str | None = None
+    kind: str | None = None
+    layer: int | None = None
+    layers: tuple[int, ...] = ()
+    tap: str | None = None
+    head: int | None = None
+    heads: tuple[int, ...] = ()
+    hint: str | None = None
+    cause: str | None = None
+    rows: tuple[TapRow, ...] = ()
+    strip: Strip | None = None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing stands out, 1 something is located, 2 could not tell."""
+        return {"nothing": 0, "located": 1, "cannot tell": 2}[self.outcome]
+
+    def to_json(self) -> dict[str, Any]:
+        """`mlxkv-locate/1`: plain values; numbers that are not finite are null."""
+        rows = [asdict(r) | {"wrong": r.wrong} for r in self.rows]
+        for row in rows:
+            row |= {
+                name: row[name] if math.isfinite(row[name]) else None
+                for name in ("isolated", "propagated")
+            }
+        return (
+            {"format": FORMAT, "exit_code": self.exit_code, "limit": TAP}
+            | asdict(self)
+            | {"rows": rows}
+        )
+
+
+def failing_plan(verdict: Verdict) -> str | None:
+    """The first of the judged plans that lane A found wrong: the one to record taps of."""
+    failed = {g.plan for g in verdict.gates if g.scope == "algebra" and g.failed}
+    return next((plan for plan in ORDER if plan in failed), None)
+
+
+def locate(
+    case: Case,
+    verdict: Verdict,
+    *,
+    propagated: Trace | None = None,
+    isolated: Trace | None = None,
+    arithmetic: Mapping[str, Trace] | None = None,
+    cause: str | None = None,
+    notes: Sequence[str] = (),
+) -> Located:
+    """`propagated` and `isolated` are lane A's traces, with taps, of the plan that failed (any, where none did).
+
+    `case.truth` should have the same taps; what either lacks is not looked at. `arithmetic` are the runs in the run's
+    dtype by plan, for an engine without lane A and for what shows only there.
+    """
+    base = Located("cannot tell", cause=cause, notes=tuple(notes))
+    if verdict.outcome == "cannot tell":
+        return replace(base, reasons=verdict.reasons or ("no gate could run",))
+    rows: list[TapRow] = []
+    if propagated is not None and isolated is not None:
+        base = replace(base, strip=_hidden_strip(case.truth, propagated))
+        rows = tap_rows(case.truth, propagated, isolated)
+    if verdict.outcome == "agree":
+        return replace(base, outcome="nothing", rows=_worst(rows))
+    base = replace(base, outcome="located", **_place(case, verdict))
+    wrong = [r for r in rows if r.wrong]
+    if wrong and isolated is not None:
+        return _in_tap(base, case, wrong, rows, isolated)
+    if failing_plan(verdict) is None:
+        return _in_arithmetic(base, case, verdict, arithmetic or {})
+    unseen = (
+        "; each recorded tap of each layer is right when it is fed the truth's input"
+        if rows
+        else ""
+    )
+    return replace(
+        base,
+        rows=_worst(rows),
+        hint=f"the first wrong position points to {base.kind or 'no kind of fault'}{unseen}",
+    )
+
+
+def tap_rows(truth: Trace, propagated: Trace, isolated: Trace) -> list[TapRow]:
+    """Every tap that all three have, layer by layer in the order of computation, and the head's logits at the end."""
+    rows = []
+    layers = count(truth)
+    for number in range(layers):
+        alone, along = Layer(isolated, truth, number), Layer(propagated, truth, number)
+        for tap in WALK:
+            errors, passed = alone.errors(tap), along.errors(tap)
+            if errors is not None and passed is not None:
+                rows.append(_row(number, tap, errors, passed))
+    largest = measure.truth_rows(truth).largest.max()
+    errors, passed = (
+        np.atleast_2d(measure.largest_error(t, truth)[1]) / largest for t in (isolated, propagated)
+    )
+    positions = np.sort(isolated.positions)
+    row = _row(layers, "logits", errors, passed)
+    return [*rows, replace(row, first=None if row.first is None else int(positions[row.first]))]
+
+
+def _row(layer: int, tap: str, errors: Floats, passed: Floats) -> TapRow:
+    above = ~(errors <= TAP)
+    first = int(np.flatnonzero(above.any(0))[0]) if above.any() else None
+    heads = tuple(np.flatnonzero(above.any(1)).tolist()) if tap in HEADED else ()
+    return TapRow(layer, tap, float(errors.max()), float(passed.max()), first, heads)
+
+
+def _worst(rows: Sequence[TapRow]) -> tuple[TapRow, ...]:
+    """Of each tap the layer that is furthest off."""
+    taps = list(dict.fromkeys(r.tap for r in rows))
+    return tuple(
+        max((r for r in rows if r.tap == tap), key=lambda r: math.inf if r.wrong else r.isolated)
+        for tap in taps
+    )
+
+
+def _place(case: Case, verdict: Verdict) -> dict[str, Any]:
+    """Plan, position and what kind of fault starts there."""
+    first = verdict.first_wrong
+    plan = failing_plan(verdict) or (first.plan if first else None)
+    if first is None:
+        return {"plan": plan}
+    return {
+        "plan": plan,
+        "position": first.position,
+        "token": first.token,
+        "kind": kind(case, first),
+    }
+
+
+def kind(case: Case, first: FirstWrong) -> str:
+    """What a fault that starts at this position usually is."""
+    prompt = case.manifest.prompt_tokens
+    if first.position == 0:
+        return "a scale, an eps or weights"
+    if first.position == 1:
+        return "RoPE or the mask"
+    if first.plan == "chunked" and first.position in chunk_starts(
+        case.references["chunked"].meta.plan
+    ):
+        return "the start of a chunk: index_pos or the mask's offset"
+    if first.plan in ("step", "chunked") and first.position == prompt:
+        return "the first call after the prompt: index_pos, or a row of the cache"
+    cached = first.plan in ("step", "chunked")
+    return (
+        "a stale or lost cache row"
+        if cached
+        else "what starts at this position: a mask, a table's end, a token"
+    )
+
+
+def chunk_starts(plan: Plan) -> set[int]:
+    """Where calls of several tokens begin behind the first call."""
+    starts, held = set(), 0
+    for step in plan.steps:
+        if isinstance(step, Call):
+            starts |= {held} if held and len(step.tokens) > 1 else set()
+            held += len(step.tokens)
+    return starts
+
+
+def _in_tap(
+    base: Located, case: Case, wrong: Sequence[TapRow], rows: Sequence[TapRow], isolated: Trace
+) -> Located:
+    first, layers = wrong[0], count(case.truth)
+    alone = Layer(isolated, case.truth, first.layer)
+    pair = alone.pair(first.tap)
+    every = pair is None or len(first.heads) == len(pair[1])
+    assert first.first is not None
+    behind = first.tap == "logits"
+    return replace(
+        base,
+        layer=None if behind else first.layer,
+        layers=tuple(dict.fromkeys(r.layer for r in wrong if r.layer < layers)),
+        tap=first.tap,
+        head=None if every or not first.heads else first.heads[0],
+        heads=first.heads,
+        hint=hints.explain(alone, first.tap, first.first, first.heads),
+        rows=tuple(r for r in rows if r.layer in (first.layer, layers)),
+    )
+
+
+def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
+    """Each layer's hidden states, relative to the largest value of the truth at that position."""
+    strip = []
+    for number in range(count(truth)):
+        pair = Layer(run, truth, number).pair("hidden")
+        if pair is None:
+            return None
+        largest = np.maximum(np.abs(pair[1][0]).max(-1), np.finfo(np.float64).tiny)
+        with np.errstate(invalid="ignore", over="ignore"):
+            strip.append(_plain(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
+    return Strip("hidden state, error relative to the position's largest value", TAP, tuple(strip))
+
+
+def _in_arithmetic(
+    base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]
+) -> Located:
+    """Without a fault in lane A: the layer from the step plan's cache, and patterns over positions."""
+    ratios = _cache_ratios(case, runs.get("step"))
+    said = [text for text in (_by_calls(case, verdict, ratios), _by_position(verdict)) if text]
+    if ratios is None:
+        why = "no keys and values of plan step to read the layer from"
+        return replace(
+            base,
+            hint="; ".join(
+                [
+                    *said,
+                    f"the first wrong position points to {base.kind or 'no kind of fault'} ({why})",
+                ]
+            ),
+        )
+    base = replace(
+        base,
+        strip=Strip(
+            "keys and values, rms error in noise floors",
+            KV_WORST,
+            tuple(map(_plain, ratios.max((0, 2)))),
+        ),
+    )
+    found = layer_of(ratios)
+    if found is None:
+        late = "the cache is within the noise in every layer: behind the last layer's keys and values, or the head"
+        return replace(base, hint="; ".join([*said, late]))
+    layer, tap, head, row = found
+    before = f" or behind the keys and values of layer {layer - 1}" if layer else ""
+    where = (
+        f"in layer {layer}{before}"
+        if row is None
+        else f"the cache: row {row} of its {tap} in layer {layer}, head {head}"
+    )
+    hint = "; ".join(
+        [
+            *said,
+            where,
+            *(
+                [f"the first wrong position points to {base.kind}"]
+                if base.kind and row is None
+                else []
+            ),
+        ]
+    )
+    return replace(base, layer=layer, layers=(layer,), tap=tap, head=head, heads=(head,), hint=hint)
+
+
+def _cache_ratios(case: Case, step: Trace | None) -> Floats | None:
+    """(keys and values, layers, K, n) in floors."""
+    largest = measure.cache_largest(case.truth)
+    if (
+        step is None
+        or step.kv(CACHE, 0) is None
+        or largest is None
+        or cache_reasons(step, case.truth)
+    ):
+        return None
+    return measure.cache_errors(step, case.truth)[0] / cache_floors(case, largest)
+
+
+def layer_of(ratios: Floats) -> tuple[int, str, int, int | None] | None:
+    """Layer, keys or values, head, and the row where single rows are wrong; from (keys and values, layers, K, n) in floors."""
+    # A single row that is not a number must not take its layer's median with it.
+    medians = np.median(
+        np.where(np.isnan(ratios), np.inf, ratios), axis=-1
+    )  # [keys and values, layers, K]
+    by_layer = medians.max((0, 2))
+    for layer, median in enumerate(by_layer):
+        if not (median <= MEDIAN) and not (layer and median <= STEP * by_layer[layer - 1]):
+            kind, head = (
+                int(i)
+                for i in np.unravel_index(
+                    int(np.argmax(medians[:, layer])), medians[:, layer].shape
+                )
+            )
+            return layer, ("keys", "values")[kind], head, None
+    wrong = np.argwhere(~(ratios.swapaxes(0, 1) <= KV_WORST))  # in order of layer
+    if not len(wrong):
+        return None
+    layer, kind, head, row = (int(i) for i in wrong[0])
+    return layer, ("keys", "values")[kind], head, row
+
+
+def _by_calls(case: Case, verdict: Verdict, ratios: Floats | None) -> str | None:
+    """Calls of several tokens much noisier than single ones, in the logits of the same positions, or in the first layer's rows.
+
+    Those depend on their own token alone; later layers are read through the prompt's noisy rows, which hides most of it.
+    """
+    prompt, curves = (
+        case.manifest.prompt_tokens,
+        {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves},
+    )
+    at, pairs = range(prompt, case.length), list[Any]()
+    if at and {"full", "step"} <= curves.keys():
+        pairs.append([[curves[plan][p] for p in at] for plan in ("full", "step")])
+    if at and prompt > 1 and ratios is not None:
+        pairs.append(np.split(ratios[:, 0], [prompt], axis=-1))
+    if not any(np.median(several) > UNEVEN * np.median(single) for several, single in pairs):
+        return None
+    return "calls of several tokens are noisier than single ones: matrix products in reduced precision (TF32, MLX_ENABLE_TF32=0)"
+
+
+def _by_position(verdict: Verdict) -> str | None:
+    """Errors that grow all along the sequence."""
+    for curve in verdict.curves:
+        floors = np.array(verdict.floor)[list(curve.positions)]
+        quarters = [
+            float(np.median(part))
+            for part in np.array_split(np.array(curve.rms) / floors, 4)
+            if part.size
+        ]
+        if (
+            curve.plan == "full"
+            and len(curve.positions) >= 16
+            and quarters == sorted(quarters)
+            and quarters[-1] > UNEVEN * quarters[0]
+        ):
+            return "the error grows with the position: the precision of RoPE's angles or tables"
+    return None
+
+
+def _plain(values: Floats) -> tuple[float | None, ...]:
+    return tuple(float(v) if math.isfinite(v) else None for v in values)

@@ -1,0 +1,1 @@
+"""`mlxkv pitfalls`: every use and misuse of a cache, on several systems."""

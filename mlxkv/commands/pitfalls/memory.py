@@ -1,0 +1,176 @@
+"""What branches of one prefix cost in memory, counted by MLX. A process of its own, so that it counts nothing else:
+
+python -m mlxkv.engines.branches MODEL OUT.json [--context 2048] [--branches 8] [--steps 16] [--dtype float32] [--device auto]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oracle.formats.disk import write_text
+from oracle.formats.errors import Refusal
+from oracle.formats.exits import end_with_parent
+
+if TYPE_CHECKING:
+    from mlxkv.port.cache import Cache
+    from mlxkv.port.llama import Llama
+
+FORMAT = "mlxkv-branches/1"
+CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Bytes, unless the name says otherwise; active is what MLX holds, over what it held beside the model before.
+
+    `rows` are those held by the prefix's cache and `buffers` what was allocated for them. `birth` is what a clone adds,
+    `first_write` what the clone's first step adds. Then `branches` clones decode `steps` tokens each in turn: `active`
+    and `peak` over the prefix's cache alone, `per_branch` the active ones by branch, `branch_buffers` those of one
+    branch in the end.
+    """
+
+    context_tokens: int
+    branches: int
+    steps: int
+    rows: int
+    buffers: int
+    birth: int
+    first_write: int
+    active: int
+    peak: int
+    per_branch: float
+    branch_buffers: int
+
+
+def tokens(n: int, vocab: int, *, start: int = 3) -> list[int]:
+    """Made-up ids."""
+    return [(start + 7919 * i) % vocab for i in range(n)]
+
+
+def prefill(model: Llama, context: int) -> Cache:
+    """A cache of that many tokens, fed in chunks."""
+    import mlx.core as mx
+
+    from mlxkv.port.cache import Cache
+
+    cache = Cache(model.config, dtype=model.dtype)
+    ids = tokens(context, model.config.vocab_size)
+    for first in range(0, context, CHUNK):
+        mx.eval(model([ids[first : first + CHUNK]], cache=cache))
+    return cache
+
+
+def decode(model: Llama, caches: Sequence[Cache], steps: int) -> list[npt.NDArray[Any]]:
+    """Each cache goes on by `steps` tokens of its own, one from each in turn; the last logits (V,) of each, on the host."""
+    ids = [tokens(steps, model.config.vocab_size, start=11 + i) for i in range(len(caches))]
+    last = [np.zeros(0)] * len(caches)
+    for step in range(steps):
+        for i, cache in enumerate(caches):
+            last[i] = np.array(model([[ids[i][step]]], cache=cache)[0])
+    return last
+
+
+def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures:
+    """The figures of one prefix and its branches."""
+    import mlx.core as mx
+
+    limit = model.config.max_position_embeddings
+    if context < 1 or branches < 1 or steps < 1 or context + steps > limit:
+        given = f"context {context}, branches {branches}, steps {steps}"
+        raise Refusal(
+            f"branches: {given}, expected each from 1 and at most {limit} tokens in all; ask for fewer"
+        )
+    parent = prefill(model, context)
+    # What MLX makes once for a kind of call is not the branches' doing.
+    decode(model, [parent.clone()], 1)
+    base = _active()
+    first = parent.clone()
+    birth = _active() - base
+    decode(model, [first], 1)
+    first_write = _active() - base - birth
+    del first
+    clones = [parent.clone() for _ in range(branches)]
+    before = _active()
+    mx.reset_peak_memory()
+    decode(model, clones, steps)
+    peak, active = mx.get_peak_memory() - before, _active() - before
+    size = _buffers(clones[0])
+    return Figures(
+        context,
+        branches,
+        steps,
+        parent.nbytes,
+        _buffers(parent),
+        birth,
+        first_write,
+        active,
+        peak,
+        active / branches,
+        size,
+    )
+
+
+def _active() -> int:
+    """Bytes that MLX holds once what nobody holds is gone."""
+    import mlx.core as mx
+
+    gc.collect()
+    return mx.get_active_memory()
+
+
+def _buffers(cache: Cache) -> int:
+    return sum(b.nbytes for layer in cache.layers for b in layer.buffers or ())
+
+
+def to_json(
+    figures: Figures, environment: dict[str, Any], *, model: str, dtype: str
+) -> dict[str, Any]:
+    """`mlxkv-branches/1`"""
+    return {"format": FORMAT, "model": model, "dtype": dtype, "environment": environment} | asdict(
+        figures
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and writes the file."""
+    parser = argparse.ArgumentParser(prog="python -m mlxkv.engines.branches", description=__doc__)
+    parser.add_argument("model", help="a folder, a GGUF file, a Hub id, or default")
+    parser.add_argument("out", type=Path, help="the JSON file to write")
+    for name, default in (("context", 2048), ("branches", 8), ("steps", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto", choices=("auto", "gpu", "cpu"))
+    parser.add_argument("--ignore-key", action="append", default=[])
+    given = parser.parse_args(arguments)
+    from mlxkv.engines import machine as runtime
+
+    environment = runtime.prepare("cpu" if given.dtype == "float64" else given.device)
+    from mlxkv.port.weights import from_checkpoint
+    from oracle.model.checkpoint import resolve
+
+    checkpoint = resolve(given.model, ignore_keys=given.ignore_key)
+    model = from_checkpoint(checkpoint, given.dtype)
+    figures = measure(model, context=given.context, branches=given.branches, steps=given.steps)
+    value = to_json(figures, environment, model=checkpoint.name, dtype=given.dtype)
+    write_text(given.out, json.dumps(value, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    try:
+        main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""`mlxkv selftest` and `mlxkv calibrate`: the judge on trial."""

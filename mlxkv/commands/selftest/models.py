@@ -1,0 +1,98 @@
+"""Small random Llamas as checkpoint folders: what the judge is tried on beside the default model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oracle.formats.disk import atomic, write_text
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gqa": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "mqa": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+}
+STDS = (0.02, 0.2)
+"""Standard deviations of the weights: as models are initialised, and ten times that, where attention is sharp."""
+COMMON: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A head layout, the standard deviation of the initial weights, and a seed."""
+
+    layout: str
+    std: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """As in `gqa-0.02-1`."""
+        return f"{self.layout}-{self.std:g}-{self.seed}"
+
+    def save(self, folder: Path) -> Path:
+        """A folder with config.json and model.safetensors, the same bytes every time."""
+        import safetensors.numpy
+
+        config = COMMON | LAYOUTS[self.layout]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.json", json.dumps(config, indent=1))
+        with atomic(folder / "model.safetensors") as part:
+            safetensors.numpy.save_file(self._weights(config), part)
+        return folder
+
+    def _weights(self, config: dict[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+        random = np.random.default_rng([self.seed, *self.layout.encode(), round(1000 * self.std)])
+        made = {}
+        for name, shape in _shapes(config).items():
+            array = random.standard_normal(shape) * (self.std if len(shape) > 1 else 0.1) + (
+                len(shape) == 1
+            )
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                # The usual initial weights make attention nearly flat, and RoPE, mask and cache faults shrink with it.
+                array *= max(1.0, math.sqrt(3 / (self.std * math.sqrt(shape[1]))))
+            made[name] = array.astype(np.float32)
+        return made
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    E, inner, V, D = (
+        config[n] for n in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    )
+    q, kv = (config[n] * D for n in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, E),
+        "model.norm.weight": (E,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, E)
+    parts = {
+        "self_attn.q_proj": (q, E),
+        "self_attn.k_proj": (kv, E),
+        "self_attn.v_proj": (kv, E),
+        "self_attn.o_proj": (E, q),
+    }
+    parts |= {"mlp.gate_proj": (inner, E), "mlp.up_proj": (inner, E), "mlp.down_proj": (E, inner)}
+    parts |= {"input_layernorm": (E,), "post_attention_layernorm": (E,)}  # type: ignore[dict-item]
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{part}.weight": shape for part, shape in parts.items()}
+    return shapes

@@ -1,0 +1,143 @@
+"""What correct runs read at each gate: the measurements behind the limits. It judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxkv.judge import measure, verdict
+from mlxkv.judge.case import Case
+from mlxkv.judge.floors import cache_floors, logit_floors
+from mlxkv.judge.measure import Measures
+from mlxkv.judge.result import Verdict
+
+PORT, MEMBERS, ORACLE = "port", "members", "oracle"
+"""Whose reading: the port's, a member's of the pool that was held out, or the oracle's own proofs and controls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one correct run of a plan (or one member of the pool, named there too) reads at a gate."""
+
+    whose: str
+    gate: str
+    plan: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A gate's readings on one model, in one dtype; `run` and `plan` say which of them was the largest."""
+
+    model: str
+    whose: str
+    gate: str
+    readings: int
+    least: float
+    median: float
+    largest: float
+    limit: float
+    run: str
+    plan: str
+
+    @property
+    def within(self) -> bool:
+        """Whether every reading is within the limit; NaN is not."""
+        return self.largest <= self.limit
+
+    @property
+    def headroom(self) -> float | None:
+        """How many times the largest fits under the limit; None where that says nothing."""
+        return self.limit / self.largest if self.largest > 0 and self.limit > 0 else None
+
+
+def read(case: Case, judged: Verdict) -> list[Reading]:
+    """Everything that one correct run tells of the limits."""
+    return [*of_port(judged), *of_members(case), *of_oracle(case, judged)]
+
+
+def of_port(judged: Verdict) -> list[Reading]:
+    """Every gate that ran, plan by plan."""
+    return [Reading(PORT, g.name, g.plan, g.value, g.limit) for g in judged.gates if g.ran]
+
+
+def of_members(case: Case) -> list[Reading]:
+    """Each member judged by the others, from its stored errors; of its top-1 tokens and of step against full nothing is kept."""
+    truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
+    bench = verdict.Bench(case, truth, logit_floors(case, truth), largest)
+    found = []
+    for i, member in enumerate(case.floors_meta["members"]):
+        rms, shift, peak = (
+            np.asarray(case.floors[name][i], np.float64) for name in ("rms", "shift", "peak")
+        )
+        run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
+        floors = logit_floors(case, truth, without=member)
+        gates = [
+            g
+            for g in verdict.logit_gates(bench, member, run, floors=floors)
+            if g.name not in ("finite", "decisive flips")
+        ]
+        if largest is not None:
+            errors = np.stack(
+                [np.asarray(case.floors[name][i], np.float64) for name in ("keys", "values")]
+            )
+            gates += verdict.ratio_gates(case, errors / cache_floors(case, largest, without=member))
+        found += [Reading(MEMBERS, g.name, member, g.value, g.limit) for g in gates]
+    return found
+
+
+def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
+    """The truth's proofs, the floor's size, and the control on stored errors."""
+    proofs = [
+        Reading(ORACLE, f"proof {name}", "-", case.manifest.proofs[name], limit)
+        for name, limit in verdict.PROOFS.items()
+    ]
+    floor = float(
+        np.sqrt(np.mean(np.square(judged.floor))) / measure.truth_rows(case.truth).largest.max()
+    )
+    most = verdict.FLOOR_MOST[case.manifest.dtype]
+    stored = [
+        Reading(ORACLE, f"control: {c.name}", "-", c.value, c.limit)
+        for c in judged.controls
+        if c.quantity != "sigma"
+    ]
+    return [*proofs, Reading(ORACLE, "noise floor over max |truth|", "-", floor, most), *stored]
+
+
+def ranges(model: str, runs: Iterable[tuple[str, Sequence[Reading]]]) -> list[Range]:
+    """The readings of several runs on one model, by whose they are and gate; each run has a name."""
+    by: dict[tuple[str, str], list[tuple[str, Reading]]] = {}
+    for name, found in runs:
+        for reading in found:
+            by.setdefault((reading.whose, reading.gate), []).append((name, reading))
+    return [_range(model, some) for some in by.values()]
+
+
+def _range(model: str, some: Sequence[tuple[str, Reading]]) -> Range:
+    values = np.array([reading.value for _, reading in some])
+    run, worst = some[int(np.argmax(values))]  # a NaN counts as the largest
+    spread = (float(values.min()), float(np.median(values)), float(values.max()))
+    return Range(model, worst.whose, worst.gate, len(some), *spread, worst.limit, run, worst.plan)
+
+
+def joined(of: Sequence[Range]) -> Range:
+    """The same gate on several models: the worst of them, and the median of their medians."""
+    worst = max(of, key=lambda r: (not r.within, r.largest))
+    return Range(
+        model=worst.model,
+        whose=worst.whose,
+        gate=worst.gate,
+        readings=sum(r.readings for r in of),
+        least=min(r.least for r in of),
+        median=float(np.median([r.median for r in of])),
+        largest=worst.largest,
+        limit=worst.limit,
+        run=worst.run,
+        plan=worst.plan,
+    )
+
+
+__all__ = ["MEMBERS", "ORACLE", "PORT", "Range", "Reading", "joined", "ranges", "read"]

@@ -1,0 +1,1 @@
+"""config.json -> LlamaConfig: every key is used, ignored with a reason, or refused."""

@@ -1,0 +1,99 @@
+"""The values of a config.json, checked as they are taken out of it; each refusal names file, key, expected and found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oracle.formats.errors import Refusal
+
+LARGEST = 1e30
+"""Of any number; float32 holds it and its products with a few others."""
+
+
+class ConfigError(Refusal):
+    """A config.json that the port cannot follow exactly; one line that names file, key, expected and found."""
+
+
+class Values:
+    """A config.json's object; collects the defaults that were filled in, and remarks on what was ignored."""
+
+    def __init__(self, value: Mapping[str, Any], where: str) -> None:
+        self.value, self.where = value, where
+        self.defaults: list[tuple[str, Any]] = []
+        self.remarks: list[str] = []
+
+    def filled(self, key: str, value: Any) -> Any:
+        """The value that transformers takes too where the key is absent; remembered, so that it can be shown."""
+        self.defaults.append((key, value))
+        return value
+
+    def size(self, key: str, *, most: int, default: int | None = None) -> int:
+        """A whole number from 1 to `most`."""
+        value = self.value.get(key)
+        if value is None and default is not None:
+            value = self.filled(key, default)
+        return self.whole(key, value, most=most)
+
+    def whole(self, key: str, value: Any, *, most: int) -> int:
+        """The same of a value that stands elsewhere."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, "a whole number from 1", value)
+        if value > most:
+            raise self.error(key, f"at most {most} (no Llama comes near it)", value)
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where absent."""
+        value = self.value.get(key)
+        return self.boolean(key, self.filled(key, False) if value is None else value)
+
+    def boolean(self, key: str, value: Any) -> bool:
+        """True or false, not a number."""
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return value
+
+    def number(
+        self, key: str, value: Any, *, above: float | None = None, least: float | None = None
+    ) -> float:
+        """A number up to LARGEST, above or from a bound."""
+        expected = f"a number above {above:g}" if above is not None else f"a number from {least:g}"
+        kind = isinstance(value, int | float) and not isinstance(value, bool)
+        if (
+            not kind
+            or not value <= LARGEST
+            or (not value > above if above is not None else not value >= least)
+        ):
+            raise self.error(key, expected, value)
+        return float(value)
+
+    def object(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; empty where absent or null."""
+        value = self.value.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, "a JSON object or null", value)
+        return value
+
+    def agreed(self, key: str, *values: Any) -> Any:
+        """The one value that stands in several places; None where it stands in none."""
+        given = [v for v in values if v is not None]
+        if any(v != given[0] or isinstance(v, bool) != isinstance(given[0], bool) for v in given):
+            raise self.refusal(
+                key, "one value", " and ".join(_shown(v) for v in given) + " in different places"
+            )
+        return given[0] if given else None
+
+    def error(self, key: str, expected: str, found: Any) -> ConfigError:
+        """The refusal of a value."""
+        return self.refusal(key, expected, _shown(found))
+
+    def refusal(self, key: str, expected: str, found: str) -> ConfigError:
+        """The refusal of what is told in words."""
+        return ConfigError(f"{self.where}: {key}: expected {expected}, got {found[:160]}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:120]

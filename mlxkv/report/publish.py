@@ -1,0 +1,43 @@
+"""From rendered files to a folder: claimed before any work is done for it, and filled all at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from oracle.formats import disk
+
+
+def claim(folder: Path) -> None:
+    """Proves that the output folder can be made and written, before any work is done for it; leaves nothing behind."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise disk.unwritable(folder, error) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Text files by their names below `folder`: all of them or, where one cannot be written, none.
+
+    They are renamed in the order given; one that links to others comes after them.
+    """
+    with ExitStack() as stack:
+        parts = [(stack.enter_context(disk.part(folder / name)), folder / name) for name in files]
+        try:
+            for (part, _), text in zip(parts, files.values(), strict=True):
+                # A path may hold bytes that are no text.
+                part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise disk.unwritable(folder, error) from error
+        for part, path in parts:
+            part.replace(path)

@@ -1,0 +1,1 @@
+"""Where a model comes from, and what its files hold. No torch."""

@@ -1,0 +1,1 @@
+"""transformers itself, in several orders of evaluation: the noise floor."""

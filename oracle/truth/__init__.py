@@ -1,0 +1,1 @@
+"""The strict float64 forward of a Llama, in torch."""
