@@ -1,17 +1,25 @@
-"""The command line. It reads options, calls one function and prints: results on stdout, everything else on stderr."""
+"""The command line. It reads options, makes a room's request and prints: results on stdout, the rest on stderr.
+
+A room is imported when its command runs, so that `--help` costs nothing.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from oracle.formats import exits
 from oracle.formats.errors import Refusal
+
+if TYPE_CHECKING:
+    from mlxkv.commands.compare.session import Request
+    from mlxkv.report.publish import Report
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -31,13 +39,18 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r}: expected whole numbers separated by commas", param, ctx)
 
 
-DTYPES = click.Choice(["float32", "float16", "bfloat16"])
-DEVICES = click.Choice(["auto", "gpu", "cpu"])
-REPORTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
+_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 FOLDER = click.Path(path_type=Path)
+PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
+ONE_OR_MORE = click.IntRange(1)
 
 
-def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _option(*names: str, **settings: Any) -> _Option:
+    """An option whose default, if it has one, is shown."""
+    return click.option(*names, show_default=settings.get("default") is not None, **settings)
+
+
+def _options(*options: _Option) -> _Option:
     def apply(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             function = option(function)
@@ -46,37 +59,74 @@ def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     return apply
 
 
+def _choice(*names: str) -> click.Choice[str]:
+    return click.Choice(names)
+
+
+def _dtype(what: str, *, default: str | None = "float32") -> _Option:
+    return _option(
+        "--dtype", type=_choice("float32", "float16", "bfloat16"), default=default, help=what
+    )
+
+
+def _json(what: str) -> _Option:
+    return _option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+
+
+_device = _option(
+    "--device", type=_choice("auto", "gpu", "cpu"), default="auto", help="Where MLX runs."
+)
 _model = _options(
     click.argument("model", required=False),
-    click.option("--revision", help="The commit of a Hub model."),
-    click.option(
+    _option("--revision", help="The commit of a Hub model."),
+    _option(
         "--ignore-key",
         "ignore_keys",
         metavar="NAME",
         multiple=True,
-        help="An unknown key of config.json that changes nothing, to be taken out (may be given again).",
+        help="An unknown key of config.json that changes nothing, to be taken out "
+        "(may be given again).",
     ),
 )
 _run = _options(
-    click.option("--prompt", help="Text to start from  [default: The capital of France is]"),
-    click.option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
-    click.option("--tokens", type=Numbers(), help="Token ids to start from."),
-    click.option(
+    _option("--prompt", help="Text to start from  [default: The capital of France is]"),
+    _option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
+    _option("--tokens", type=Numbers(), help="Token ids to start from."),
+    _option(
         "--steps",
-        type=click.IntRange(1),
+        type=ONE_OR_MORE,
         help="Greedy tokens to choose; the last is not fed  [default: 20]",
     ),
-    click.option(
-        "--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."
+    _option("--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."),
+    _dtype("What both engines compute in  [default: float32]", default=None),
+    _device,
+    _option("--threads", type=ONE_OR_MORE, help="Threads of the oracle  [default: one per core]"),
+    _option(
+        "--engine",
+        metavar="[port|mlx-lm|FILE.py:load]",
+        default="port",
+        help="Whose Llama is judged.",
     ),
-    click.option("--dtype", type=DTYPES, help="What both engines compute in  [default: float32]"),
-    click.option(
-        "--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs."
+    _option(
+        "--oracle",
+        type=FOLDER,
+        help="A folder from `mlxkv-oracle run`, made here or elsewhere.",
     ),
-    click.option(
-        "--threads", type=click.IntRange(1), help="Threads of the oracle  [default: one per core]"
+    _option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept."),
+    _option(
+        "--candidate",
+        "candidates",
+        type=FOLDER,
+        multiple=True,
+        help="A trace of a third engine, to be treated in the same way and shown beside.",
     ),
 )
+_models = _options(
+    _option("--tiny/--no-tiny", default=True, help="Small random models too."),
+    _option("--real/--no-real", default=True, help="MODEL, or the default model."),
+    _dtype("What lane B computes in."),
+)
+_out = _option("--out", type=FOLDER, default=Path("mlxkv-report"), help="Where the report goes.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -91,368 +141,223 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
-@click.option(
+@_option(
     "--prompts",
     metavar="FILE|builtin",
     help="Many prompts: JSON lines, or a text a line; the worst decides.",
 )
-@click.option(
-    "--engine",
-    metavar="[port|mlx-lm|FILE.py:load]",
-    default="port",
-    show_default=True,
-    help="Whose Llama is judged.",
-)
-@click.option(
-    "--oracle",
-    "oracle_folder",
-    type=FOLDER,
-    help="A folder from `mlxkv-oracle run`, made here or elsewhere.",
-)
-@click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
-@click.option(
-    "--candidate",
-    "candidates",
-    type=FOLDER,
-    multiple=True,
-    help="A trace of a third engine, judged too and shown beside.",
-)
-@click.option(
-    "--no-run",
-    is_flag=True,
-    help="Judge the --candidate traces by the --oracle folder alone; MLX is not needed.",
-)
-@click.option(
-    "--out",
-    type=FOLDER,
-    default=Path("mlxkv-report"),
-    show_default=True,
-    help="Where the report goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+@_out
+@_json("the verdict")
 def compare(
-    prompts: str | None,
-    oracle_folder: Path | None,
-    candidates: tuple[Path, ...],
-    no_run: bool,
-    out: Path,
-    as_json: bool,
-    **options: Any,
+    prompts: str | None, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any
 ) -> None:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
-    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and writes a report. With
-    --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
-    FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens, cache=cache) and make_cache().
+    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and
+    writes a report. With --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows
+    them, in the run's dtype alone; with --engine FILE.py:load those of your own MLX model, which
+    load(path, dtype) returns: model(tokens, cache=cache) and make_cache().
     """
-    if no_run:
-        _judge_stored(oracle_folder, candidates, out, as_json=as_json)
-    from mlxkv.commands.compare import many as prompting
-    from mlxkv.commands.compare import run as reporting
+    from mlxkv.commands.compare import many, run
 
     if prompts is not None:
-        _alone(
-            "--prompts",
-            ("prompt", "prompt_file", "tokens", "chunks", "oracle_folder", "candidates"),
-        )
-    request, command = _request(oracle=oracle_folder, **options), _command_line()
-    result: reporting.Compared | prompting.Overview
+        of_one = ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates")
+        _alone("--prompts", of_one)
+    request, command = _request(**options), _command_line()
     if prompts is None:
-        result = reporting.compare(request, out, candidates=candidates, command=command)
+        _publish(
+            out,
+            as_json,
+            lambda: run.report(request, candidates=candidates, out=out, command=command),
+        )
     else:
-        result = prompting.compare(request, prompts, out, command=command)
-    _print(result.as_json() if as_json else result.text(out))
-    sys.exit(result.exit_code)
+        source = prompts
+        _publish(out, as_json, lambda: many.report(request, source, out=out, command=command))
+
+
+@cli.command()
+@click.argument("folder", type=FOLDER)
+@click.argument("traces", nargs=-1, required=True, type=FOLDER, metavar="TRACE...")
+@_out
+@_json("the verdict")
+def judge(folder: Path, traces: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Judge stored TRACEs of one engine by FOLDER, which `mlxkv-oracle run` made.
+
+    Nothing runs, and neither MLX nor torch is needed.
+    """
+    from mlxkv.commands.judge import report
+
+    command = _command_line()
+    _publish(out, as_json, lambda: report(folder, traces, out=out, command=command))
 
 
 @cli.command()
 @click.argument("traces", nargs=-1, type=FOLDER, metavar="A B [C ...]")
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@_json("the numbers")
 def delta(traces: tuple[Path, ...], as_json: bool) -> None:
     """Compare stored traces of any engines, every pair over the positions that both have.
 
-    Exit code 0 when they were compared, whatever the numbers: nothing is judged. 2 when they cannot be: other weights,
-    other tokens, another vocabulary.
+    Exit code 0 when they were compared, whatever the numbers: nothing is judged. 2 when they cannot
+    be: other weights, other tokens, another vocabulary.
     """
-    from mlxkv.commands.compare import delta as room
+    from mlxkv.commands.compare.delta import delta as compared
 
     if len(traces) < 2:
         raise Refusal(f"delta: {len(traces)} traces, expected two or more; give their files")
-    _print(room.delta(traces, as_json=as_json))
+    _print(compared(traces, as_json=as_json))
 
 
 @cli.command()
 @_model
-@click.option("--prompt", help="The first prompt  [default: The capital of France is]")
-@click.option(
-    "--other-prompt", help="Another that begins alike  [default: The capital of Germany is]"
-)
-@click.option("--tokens", type=Numbers(), help="The first prompt as token ids.")
-@click.option("--other-tokens", type=Numbers(), help="The other as token ids.")
-@click.option(
-    "--steps",
-    type=click.IntRange(3),
-    default=20,
-    show_default=True,
-    help="Greedy tokens after each prompt.",
-)
-@click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
-@click.option(
-    "--out",
-    type=FOLDER,
-    default=Path("mlxkv-report"),
-    show_default=True,
-    help="Where the report goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the matrix as JSON.")
+@_option("--prompt", help="The first prompt  [default: The capital of France is]")
+@_option("--other-prompt", help="Another that begins alike  [default: The capital of Germany is]")
+@_option("--tokens", type=Numbers(), help="The first prompt as token ids.")
+@_option("--other-tokens", type=Numbers(), help="The other as token ids.")
+@_option("--steps", type=click.IntRange(3), default=20, help="Greedy tokens after each prompt.")
+@_device
+@_out
+@_json("the matrix")
 def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
-    """Run every right and wrong use of a cache on transformers, the port in candle's mode, the guarded port and mlx-lm.
+    """Run every right and wrong use of a cache on four systems, and say what came of it.
 
-    Exit code 0 when every system behaved as documented, 1 when one did not, which is news.
+    The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when
+    every system behaved as documented, 1 when one did not, which is news.
     """
+    from mlxkv.commands.pitfalls.run import report, requested
 
-    from mlxkv.commands.pitfalls import run as room
-
-    text, exit_code = room.publish(out, as_json=as_json, command=_command_line(), **options)
-    _print(text)
-    sys.exit(exit_code)
+    request, command = requested(**options), _command_line()
+    _publish(out, as_json, lambda: report(request, out=out, command=command))
 
 
 @cli.command()
 @_model
 @_run
-@click.option(
-    "--engine",
-    metavar="[port|mlx-lm|FILE.py:load]",
-    default="port",
-    show_default=True,
-    help="Whose Llama is looked into.",
-)
-@click.option(
-    "--oracle",
-    "oracle_folder",
-    type=FOLDER,
-    help="As for compare; --taps of `mlxkv-oracle run` say what it records.",
-)
-@click.option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept.")
-@click.option(
-    "--candidate",
-    "candidates",
-    type=FOLDER,
-    multiple=True,
-    help="A trace of a third engine, looked into too.",
-)
-@click.option(
-    "--out",
-    type=FOLDER,
-    default=Path("mlxkv-report"),
-    show_default=True,
-    help="Where the report goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
-def locate(
-    oracle_folder: Path | None,
-    fresh: bool,
-    candidates: tuple[Path, ...],
-    out: Path,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Find where the port on MODEL first goes wrong: position, layer, place in the layer, head, and a hint.
+@_out
+@_json("what was found")
+def locate(candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+    """Find where the port on MODEL first goes wrong: position, layer, place, head, and a hint.
 
-    Of another engine only the logits and the cache can be seen: position, layer, keys or values, head.
+    Of another engine only the logits and the cache can be seen: position, layer, keys or values,
+    head. With --oracle, the --taps of `mlxkv-oracle run` say what the folder records.
 
     Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
     """
-    from mlxkv.commands.locate import run as locating
+    from mlxkv.commands.locate.run import report
 
-    search = locating.locate(
-        _request(oracle=oracle_folder, fresh=fresh, **options),
-        out,
-        candidates=candidates,
-        command=_command_line(),
-    )
-    _print(search.files["locate.json"] if as_json else search.text)
-    sys.exit(search.exit_code)
+    request, command = _request(**options), _command_line()
+    _publish(out, as_json, lambda: report(request, candidates=candidates, out=out, command=command))
 
 
 @cli.command()
 @_model
-@click.option(
+@_models
+@_option(
     "--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]"
 )
-@click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
-@click.option(
-    "--real/--no-real", default=True, show_default=True, help="MODEL, or the default model."
-)
-@click.option(
-    "--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in."
-)
-@click.option(
+@_option(
     "--power",
     type=FOLDER,
     help="Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.",
 )
-@click.option(
-    "--out",
-    type=FOLDER,
-    default=Path("mlxkv-report"),
-    show_default=True,
-    help="Where the report goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON.")
-def selftest(
-    model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any
-) -> None:
-    """Put known faults into the port and see that each is found, in its place, and that no correct run is accused.
+@_out
+@_json("the trials")
+def selftest(out: Path, as_json: bool, **options: Any) -> None:
+    """Put known faults into the port and see that each is found, in its place.
 
-    Exit code 0 when nothing was missed and nobody accused, else 1.
+    No correct run may be accused. Exit code 0 when nothing was missed and nobody accused, else 1.
     """
+    from mlxkv.commands.selftest.run import Request, report
 
-    from mlxkv.commands.selftest import run as room
-
-    text, exit_code = room.publish(
-        model, revision, out, as_json=as_json, command=_command_line(), **options
-    )
-    _print(text)
-    sys.exit(exit_code)
+    request, command = Request(**options), _command_line()
+    _publish(out, as_json, lambda: report(request, out=out, command=command))
 
 
 @cli.command()
 @_model
-@click.option(
-    "--seeds",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Correct runs on each model.",
-)
-@click.option(
-    "--dtype", type=DTYPES, default="float32", show_default=True, help="What lane B computes in."
-)
-@click.option("--tiny/--no-tiny", default=True, show_default=True, help="Small random models too.")
-@click.option(
-    "--real/--no-real", default=True, show_default=True, help="MODEL, or the default model."
-)
-@click.option(
-    "--out",
-    type=FOLDER,
-    default=Path("mlxkv-report"),
-    show_default=True,
-    help="Where the report goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the readings as JSON.")
-def calibrate(
-    model: str | None, revision: str | None, out: Path, as_json: bool, **options: Any
-) -> None:
-    """Measure what correct runs read at every gate, beside its limit: on several models, prompts and all plans.
+@_models
+@_option("--seeds", type=ONE_OR_MORE, default=5, help="Correct runs on each model.")
+@_out
+@_json("the readings")
+def calibrate(out: Path, as_json: bool, **options: Any) -> None:
+    """Measure what correct runs read at every gate, beside its limit: several models, all plans.
 
     Exit code 0 when every correct run is within every limit, else 1.
     """
+    from mlxkv.commands.selftest.calibrate import Request, report
 
-    from mlxkv.commands.selftest import calibrate as room
-
-    text, exit_code = room.publish(
-        model, revision, out, as_json=as_json, command=_command_line(), **options
-    )
-    _print(text)
-    sys.exit(exit_code)
+    request, command = Request(**options), _command_line()
+    _publish(out, as_json, lambda: report(request, out=out, command=command))
 
 
 @cli.command()
-@click.option(
+@_option(
     "--check",
     is_flag=True,
     help="Make them again in a scratch folder and compare with the committed ones.",
 )
-@click.option("--only", type=REPORTS, multiple=True, help="Some of the parts  [default: all]")
-@click.option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
-@click.option(
-    "--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the reports are."
-)
-@click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where MLX runs.")
+@_option("--only", type=PARTS, multiple=True, help="Some of the parts  [default: all]")
+@_option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
+@_option("--out", type=FOLDER, default=Path("reports"), help="Where the reports are.")
+@_device
 def reports(
     check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str
 ) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
-    The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits with 1 and a diff otherwise.
+    The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits
+    with 1 and a diff otherwise.
     """
-    from mlxkv.commands import reports as parts
+    from mlxkv.commands import reports as room
 
     if check:
-        differences = parts.check(out, only=only, device=device)
+        differences = room.check(out, only=only, device=device)
         _print("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n")
         sys.exit(1 if differences else 0)
-    for path in parts.write(out, only=only, candidates=candidates, device=device):
+    for path in room.write(out, only=only, candidates=candidates, device=device):
         _print(f"{path}\n")
 
 
 @cli.command()
 @_model
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True)
-@click.option("--device", type=DEVICES, default="auto", show_default=True)
-@click.option(
-    "--prefill", type=Numbers(), default="128,1024", show_default=True, help="Prompt lengths."
-)
-@click.option(
-    "--decode",
-    type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    help="Tokens decoded after each.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Turns of each engine per length.",
-)
-@click.option(
+@_dtype("What both compute in.")
+@_device
+@_option("--prefill", type=Numbers(), default="128,1024", help="Prompt lengths.")
+@_option("--decode", type=ONE_OR_MORE, default=32, help="Tokens decoded after each.")
+@_option("--rounds", type=ONE_OR_MORE, default=3, help="Turns of each engine per length.")
+@_option(
     "--compare/--no-compare",
     "with_compare",
     default=True,
     help="Also time a first and a second compare.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def bench(model: str | None, as_json: bool, **options: Any) -> None:
+@_json("the figures")
+def bench(as_json: bool, **options: Any) -> None:
     """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
+    from mlxkv.commands.bench import Request, run
 
-    from mlxkv.commands import bench as room
-
-    _print(room.run(model, as_json=as_json, **options))
+    _print(run(Request(**options), as_json=as_json))
 
 
 @cli.command()
 @_model
-@click.option("--prompt", default="The capital of France is", show_default=True)
-@click.option(
-    "-n",
-    "--steps",
-    type=click.IntRange(1),
-    default=50,
-    show_default=True,
-    help="Tokens to generate.",
-)
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True)
-@click.option("--device", type=DEVICES, default="auto", show_default=True)
-def generate(
-    model: str | None, prompt: str, steps: int, dtype: str, device: str, **source: Any
-) -> None:
+@_option("--prompt", default="The capital of France is", help="Text to start from.")
+@_option("-n", "--steps", type=ONE_OR_MORE, default=50, help="Tokens to generate.")
+@_dtype("What the port computes in.")
+@_device
+def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None:
     """Stream greedy text from the port."""
     from mlxkv.commands import show
 
-    for piece in show.generate(model, prompt, steps, dtype=dtype, device=device, **source):
+    for piece in show.generate(model, prompt, steps, **options):
         _print(piece)
     _print("\n")
 
 
 @cli.command()
 @_model
-@click.option("--json", "as_json", is_flag=True)
+@_json("the same")
 def inspect(model: str | None, as_json: bool, **source: Any) -> None:
-    """Show a checkpoint's config, RoPE, cache layout and bytes, and which config keys were ignored and why."""
+    """Show a checkpoint's config, RoPE, cache layout and bytes, and the ignored config keys."""
     from mlxkv.commands import show
 
     _print(show.inspect(model, as_json=as_json, **source))
@@ -468,47 +373,33 @@ def doctor() -> None:
     sys.exit(exit_code)
 
 
+def _publish(out: Path, as_json: bool, make: Callable[[], Report]) -> None:
+    """Writes a room's report, prints it, and ends with its exit code."""
+    from mlxkv.report.publish import publish
+
+    report = publish(out, make)
+    _print(report.json if as_json else report.text)
+    sys.exit(report.exit_code)
+
+
 def _request(
     prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
-) -> Any:
+) -> Request:
     from mlxkv.commands.compare.session import Request
 
-    given = [
-        name
-        for name, value in (
-            ("--prompt", prompt),
-            ("--prompt-file", prompt_file),
-            ("--tokens", tokens),
-        )
-        if value is not None
-    ]
+    sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
+            why = " ".join(str(error).split())
             raise Refusal(
-                f"{prompt_file}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path"
+                f"{prompt_file}: cannot be read as UTF-8 text ({why}); check the path"
             ) from error
     return Request(prompt=prompt, tokens=tokens, **rest)
-
-
-def _judge_stored(
-    folder: Path | None, candidates: tuple[Path, ...], out: Path, *, as_json: bool
-) -> None:
-    """`compare --no-run`, to its exit code. What would shape a run has no meaning, so giving it is a mistake."""
-    from mlxkv.commands import judge as stored
-
-    odd = sorted(set(_typed()) - {"oracle_folder", "candidates", "no_run", "out", "as_json"})
-    if odd or folder is None:
-        what = f"{', '.join(odd)} given" if odd else "no --oracle"
-        raise Refusal(
-            f"--no-run: {what}, expected --oracle and --candidate, --out and --json alone, as nothing runs"
-        )
-    judged = stored.compare(folder, candidates, out, command=_command_line())
-    _print(judged.files["compare.json"] if as_json else judged.text)
-    sys.exit(judged.verdict.exit_code)
 
 
 def _alone(option: str, others: tuple[str, ...]) -> None:
@@ -517,7 +408,8 @@ def _alone(option: str, others: tuple[str, ...]) -> None:
     beside = [typed[name] for name in others if name in typed]
     if beside:
         raise Refusal(
-            f"{option} and {' and '.join(beside)}: expected {option} alone, as each prompt has its own; leave one side out"
+            f"{option} and {' and '.join(beside)}: expected {option} alone, "
+            "as each prompt has its own; leave one side out"
         )
 
 
@@ -526,18 +418,15 @@ def _typed() -> dict[str, str]:
     from click.core import ParameterSource
 
     context = click.get_current_context()
-    given = [
-        p
+    return {
+        str(p.name): p.opts[0]
         for p in context.command.params
         if context.get_parameter_source(str(p.name)) == ParameterSource.COMMANDLINE
-    ]
-    return {str(p.name): p.opts[0] for p in given}
+    }
 
 
 def _command_line() -> str:
     """What was typed, for the report; without the folder that the command lies in."""
-    import shlex
-
     return shlex.join(["mlxkv", *sys.argv[1:]])
 
 

@@ -26,6 +26,21 @@ from oracle.model.checkpoint import require_llama, resolve
 ENGINES = ("mlxkv", "mlx-lm")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to time: prompts of so many tokens, `decode` tokens after each, in `rounds` turns of each engine."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+    dtype: str = "float32"
+    device: str = "auto"
+    prefill: tuple[int, ...] = (128, 1024)
+    decode: int = 32
+    rounds: int = 3
+    with_compare: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Tokens per second of both engines in turns taken side by side: the medians, and the ratios of each pair."""
@@ -258,34 +273,23 @@ def _tokens(n: int, vocab: int) -> list[int]:
     return [(3 + 7919 * i) % vocab for i in range(n)]
 
 
-def run(
-    model: str | None,
-    *,
-    as_json: bool,
-    with_compare: bool,
-    revision: str | None = None,
-    ignore_keys: tuple[str, ...] = (),
-    **options: Any,
-) -> str:
+def run(request: Request, *, as_json: bool) -> str:
     """The speed of the port beside mlx-lm, and what a first and a second compare take."""
-    checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
+    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
     require_llama(checkpoint)
-    given = {"dtype": options["dtype"], "device": options["device"]}
     measured, environment = speeds(
         checkpoint.folder,
-        **given,
-        lengths=options["prefill"],
-        decode=options["decode"],
-        rounds=options["rounds"],
+        dtype=request.dtype,
+        device=request.device,
+        lengths=request.prefill,
+        decode=request.decode,
+        rounds=request.rounds,
         ignore_keys=checkpoint.without,
     )
-    arguments = [
-        checkpoint.source,
-        *(["--revision", revision] if revision else []),
-        *(f"--{k}={v}" for k, v in given.items()),
-    ]
+    arguments = [checkpoint.source, f"--dtype={request.dtype}", f"--device={request.device}"]
+    arguments += ["--revision", request.revision] if request.revision else []
     arguments += [f"--ignore-key={key}" for key in checkpoint.without]
-    takes = compare_takes(arguments) if with_compare else []
+    takes = compare_takes(arguments) if request.with_compare else []
     if as_json:
         return json.dumps(to_json(measured, takes, environment), indent=1) + "\n"
     return text(checkpoint.name, measured, takes, environment)

@@ -76,7 +76,7 @@ def _pitfalls(device: str, third: Sequence[trace.Trace]) -> Made:
 
 
 def _selftest(device: str, third: Sequence[trace.Trace]) -> Made:
-    result = selftesting.run(None, None)
+    result = selftesting.run(selftesting.Request())
     files = selftesting.selftest_files(
         result, commands=["mlxkv selftest", f"{COMMAND} --only selftest"]
     )
@@ -84,7 +84,7 @@ def _selftest(device: str, third: Sequence[trace.Trace]) -> Made:
 
 
 def _calibration(device: str, third: Sequence[trace.Trace]) -> Made:
-    result = calibrating.run(None, None)
+    result = calibrating.run(calibrating.Request())
     files = calibrating.calibration_files(
         result, commands=["mlxkv calibrate", f"{COMMAND} --only calibration"]
     )

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from oracle.formats import disk
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command has to say: its files by name, in the order in which they are renamed; the text for a terminal;
+
+    what `--json` prints instead; the exit code. `stale` are names of files that an earlier run may have left.
+    """
+
+    files: Mapping[str, str]
+    text: str
+    json: str
+    exit_code: int
+    stale: tuple[str, ...] = ()
+
+
+def publish(out: Path, make: Callable[[], Report]) -> Report:
+    """Makes a report and writes its files into `out`, which is claimed before the work for it begins."""
+    claim(out)
+    report = make()
+    write(out, report.files)
+    for name in report.stale:
+        (out / name).unlink(missing_ok=True)
+    return report
 
 
 def claim(folder: Path) -> None:

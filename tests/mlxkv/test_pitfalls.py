@@ -128,7 +128,7 @@ def test_a_clone_costs_nothing_at_birth_and_one_copy_at_its_first_write(made: Pa
 def test_prompts_of_two_kinds_are_refused(options: dict[str, Any], said: str) -> None:
     none: dict[str, Any] = dict.fromkeys(("prompt", "other_prompt", "tokens", "other_tokens"))
     with pytest.raises(Refusal, match=said):
-        pitfalls.request(**none | options)
+        pitfalls.requested(**none | options)
 
 
 @pytest.mark.parametrize(

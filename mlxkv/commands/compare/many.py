@@ -13,7 +13,8 @@ from mlxkv.commands.compare import run as reporting
 from mlxkv.commands.compare import session
 from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.judge.many import Prompts
-from mlxkv.report import plots, publish
+from mlxkv.report import plots
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.model.checkpoint import resolve
 
@@ -45,13 +46,10 @@ class Overview:
         return pages.console(self.prompts, sides=(first, second), report=str(out / "compare.md"))
 
 
-def compare(request: session.Request, source: str, out: Path, *, command: str) -> Overview:
-    """Runs, judges and writes a report of each prompt and of all into `out`."""
-    prompts = sources.named(source)
-    publish.claim(out)
-    overview = judged(request, prompts, commands=[command])
-    publish.write(out, overview.files)
-    return overview
+def report(request: session.Request, source: str, *, out: Path, command: str) -> Report:
+    """Runs and judges every prompt of a file, or the built-in ones: a report of each, and one of all."""
+    overview = judged(request, sources.named(source), commands=[command])
+    return Report(overview.files, overview.text(out), overview.as_json(), overview.exit_code)
 
 
 def judged(

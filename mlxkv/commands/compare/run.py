@@ -17,7 +17,8 @@ from mlxkv.judge.cause import find
 from mlxkv.judge.result import Verdict, join
 from mlxkv.judge.verdict import WORST, judge
 from mlxkv.report import page as markdown
-from mlxkv.report import plots, publish
+from mlxkv.report import plots
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
@@ -69,16 +70,14 @@ class Compared:
         return f"{text}{cause}{self.third.subject.engine}: {markdown.sentence(self.third)}\n"
 
 
-def compare(
-    request: session.Request, out: Path, *, candidates: Sequence[Path] = (), command: str
-) -> Compared:
-    """Runs, judges and writes a report into `out`."""
+def report(
+    request: session.Request, *, candidates: Sequence[Path] = (), out: Path, command: str
+) -> Report:
+    """Runs and judges; `candidates` are traces of a third engine, judged and shown beside."""
     third = [trace.read(path) for path in candidates]
-    publish.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
         compared = judged(runs, third, commands=[command])
-    publish.write(out, compared.files)
-    return compared
+    return Report(compared.files, compared.text(out), compared.as_json(), compared.exit_code)
 
 
 def judged(

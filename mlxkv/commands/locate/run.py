@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from mlxkv.commands.compare import run as reporting
 from mlxkv.commands.compare import session
-from mlxkv.commands.locate import page as report
+from mlxkv.commands.locate import page as pages
 from mlxkv.commands.locate import place as judging
 from mlxkv.commands.locate.layers import count
 from mlxkv.commands.locate.place import Located
@@ -19,10 +19,11 @@ from mlxkv.engines.progress import say
 from mlxkv.judge.case import Case, by_plan, case_reasons
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.report import plots, publish
+from mlxkv.report import plots
 from mlxkv.report.page import cause as cause_of
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
-from oracle.formats import disk, trace
+from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Plan
 from oracle.formats.trace import TAPS
@@ -35,27 +36,11 @@ SCORES_MOST = 512
 """Tokens up to which scores are recorded: they grow with the square, and beyond they would outweigh all other taps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What was found for each engine, and the files that say so."""
-
-    located: tuple[Located, ...]
-    text: str
-    files: dict[str, str]
-
-    @property
-    def exit_code(self) -> int:
-        """1 where anything is located, else 2 where anything cannot be told."""
-        codes = {found.exit_code for found in self.located}
-        return 1 if 1 in codes else max(codes)
-
-
-def locate(
-    request: session.Request, out: Path, *, candidates: Sequence[Path] = (), command: str
-) -> Search:
-    """Runs, judges, looks for the place and writes a report into `out`; `candidates` are traces of one more engine."""
+def report(
+    request: session.Request, *, candidates: Sequence[Path] = (), out: Path, command: str
+) -> Report:
+    """Runs, judges and looks for the place; `candidates` are traces of one more engine."""
     third = [trace.read(path) for path in candidates]
-    publish.claim(out)
     with session.run(request, meanwhile=plots.load) as runs:
         suspects = cache(partial(session.suspects, runs))
         found, case = _engine(runs, suspects)
@@ -64,13 +49,7 @@ def locate(
         if third:
             located.append(_from_outside(runs.case, by_plan(case.manifest, third), suspects))
             engines.append(third[0].meta.engine)
-        search = _rendered(case, located, engines, out, command)
-    for name in NAMES:
-        if name in search.files:
-            disk.write_text(out / name, search.files[name])
-        else:
-            (out / name).unlink(missing_ok=True)
-    return search
+        return _rendered(case, located, engines, out, command)
 
 
 _Suspects = Callable[[], Path | str]
@@ -212,7 +191,7 @@ def _plan(case: Case, name: str) -> Plan:
 
 def _rendered(
     case: Case, located: Sequence[Located], engines: Sequence[str], out: Path, command: str
-) -> Search:
+) -> Report:
     manifest, layers = case.manifest, count(case.truth)
     strip = located[0].strip
     first = located[0]
@@ -226,12 +205,12 @@ def _rendered(
         title = f"{manifest.name}, {manifest.dtype}: {strip.unit}"
         files["locate.svg"] = plots.heat_strip(strip, texts=manifest.texts, at=at, title=title)
     svg = "locate.svg" if strip is not None else None
-    pages, texts = [], []
+    sheets, texts = [], []
     for i, (found, engine) in enumerate(zip(located, engines, strict=True)):
         last = i == len(located) - 1
         commands = [command] if last else []
-        pages.append(
-            report.markdown(
+        sheets.append(
+            pages.markdown(
                 found,
                 manifest,
                 engine=engine,
@@ -241,9 +220,12 @@ def _rendered(
             )
         )
         where = str(out / "locate.md") if last else None
-        texts.append(report.console(found, manifest, engine=engine, layers=layers, report=where))
-    files["locate.md"] = "\n".join(pages)
-    return Search(tuple(located), "\n".join(texts), files)
+        texts.append(pages.console(found, manifest, engine=engine, layers=layers, report=where))
+    files["locate.md"] = "\n".join(sheets)
+    codes = {found.exit_code for found in located}
+    code = 1 if 1 in codes else max(codes)
+    stale = tuple(name for name in NAMES if name not in files)
+    return Report(files, "\n".join(texts), files["locate.json"], code, stale)
 
 
 def _json(located: Sequence[Located], engines: Sequence[str]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from mlxkv.engines import machine as runtime
 from mlxkv.engines.progress import say
 from mlxkv.judge.case import read_case
 from mlxkv.judge.result import plain
-from mlxkv.report import publish as publishing
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import disk, trace
 from oracle.formats.errors import Refusal
@@ -47,7 +47,7 @@ class Request:
     ignore_keys: tuple[str, ...] = ()
 
 
-def request(
+def requested(
     *,
     prompt: str | None,
     other_prompt: str | None,
@@ -122,7 +122,9 @@ class Matrix:
         return [s.name for s in self.scenarios]
 
 
-def report(matrix: Matrix, *, text: Callable[[Sequence[int]], str], commands: Sequence[str]) -> str:
+def markdown(
+    matrix: Matrix, *, text: Callable[[Sequence[int]], str], commands: Sequence[str]
+) -> str:
     """The Markdown of a matrix; `text` turns ids into text."""
     facts = pages.Facts(
         model=matrix.checkpoint.name,
@@ -329,19 +331,12 @@ def _watch(
     return seen
 
 
-def publish(out: Path, *, as_json: bool, command: str, **options: Any) -> tuple[str, int]:
-    """Runs the scenarios and writes their report into `out`; what to print and the exit code."""
-    asked = request(**options)
-    publishing.claim(out)
-    matrix = run(asked)
+def report(request: Request, *, out: Path, command: str) -> Report:
+    """Runs the scenarios on every system."""
+    matrix = run(request)
     files = matrix_files(matrix, commands=[command])
-    publishing.write(out, files)
-    printed = (
-        files["pitfalls.json"]
-        if as_json
-        else pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
-    )
-    return printed, matrix.exit_code
+    text = pages.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
+    return Report(files, text, files["pitfalls.json"], matrix.exit_code)
 
 
 def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
@@ -350,5 +345,5 @@ def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
     text = (lambda ids: tokenizer.decode(list(ids))) if tokenizer else (lambda _: "")
     return {
         "pitfalls.json": pretty(matrix.to_json()),
-        "pitfalls.md": report(matrix, text=text, commands=commands),
+        "pitfalls.md": markdown(matrix, text=text, commands=commands),
     }

@@ -17,13 +17,26 @@ from mlxkv.engines import machine as runtime
 from mlxkv.engines.progress import say
 from mlxkv.judge.result import plain
 from mlxkv.judge.verdict import current_limits
-from mlxkv.report import publish as publishing
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 FORMAT = "mlxkv-calibrate/1"
 ENGINE = "mlxkv.commands.selftest.calibrate_worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure on: MODEL and the small random models, on so many `seeds` of each."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+    tiny: bool = True
+    real: bool = True
+    dtype: str = "float32"
+    seeds: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +89,21 @@ class _Measured:
     oracle: dict[str, Any]
 
 
-def run(
-    model: str | None,
-    revision: str | None,
-    *,
-    seeds: int = 5,
-    dtype: str = "float32",
-    tiny: bool = True,
-    real: bool = True,
-    ignore_keys: Sequence[str] = (),
-) -> Result:
+def run(request: Request) -> Result:
     """Every model in turn: MODEL on `seeds` random prompts, and as many random models of each kind on one each."""
     runtime.require_device("cpu")
     oracle.require_torch()
     with process.scratch() as room:
-        models = dict(
-            _models(
-                model, revision, room, seeds=seeds, tiny=tiny, real=real, ignore_keys=ignore_keys
-            )
-        )
-        found = [_measured(name, checkpoints, room, dtype) for name, checkpoints in models.items()]
+        models = dict(_models(request, room))
+        found = [
+            _measured(name, checkpoints, room, request.dtype)
+            for name, checkpoints in models.items()
+        ]
     if not found:
         raise Refusal("calibrate: no model to run on, expected the default or the random ones")
     return Result(
-        dtype=dtype,
-        seeds=seeds,
+        dtype=request.dtype,
+        seeds=request.seeds,
         ranges=tuple(one for part in found for one in part.ranges),
         accused=tuple(line for part in found for line in part.accused),
         models={
@@ -115,24 +118,18 @@ def run(
 _Seeded = list[tuple[Checkpoint, list[int]]]
 
 
-def _models(
-    model: str | None,
-    revision: str | None,
-    room: Path,
-    *,
-    seeds: int,
-    tiny: bool,
-    real: bool,
-    ignore_keys: Sequence[str],
-) -> Iterator[tuple[str, _Seeded]]:
+def _models(request: Request, room: Path) -> Iterator[tuple[str, _Seeded]]:
     """Each model's name, and its checkpoints with the seeds of their prompts."""
-    if real:
-        checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
+    seeds = range(request.seeds)
+    if request.real:
+        checkpoint = resolve(
+            request.model, revision=request.revision, ignore_keys=request.ignore_keys
+        )
         require_llama(checkpoint)
-        yield checkpoint.name, [(checkpoint, list(range(seeds)))]
-    for layout in LAYOUTS if tiny else ():
+        yield checkpoint.name, [(checkpoint, list(seeds))]
+    for layout in LAYOUTS if request.tiny else ():
         for std in STDS:
-            kind = [Tiny(layout, std, seed) for seed in range(seeds)]
+            kind = [Tiny(layout, std, seed) for seed in seeds]
             yield (
                 f"{layout}-{std:g}",
                 [(resolve(str(one.save(room / one.name))), [one.seed]) for one in kind],
@@ -183,24 +180,14 @@ def _why(ran: dict[str, Any]) -> str:
     return f"{ran['outcome']}: {'; '.join(ran['reasons']) or 'a gate is above its limit'}"
 
 
-def publish(
-    model: str | None,
-    revision: str | None,
-    out: Path,
-    *,
-    as_json: bool,
-    command: str,
-    **options: Any,
-) -> tuple[str, int]:
-    """Measures correct runs and writes what they read into `out`; what to print and the exit code."""
-    publishing.claim(out)
-    result = run(model, revision, **options)
+def report(request: Request, *, out: Path, command: str) -> Report:
+    """Measures what correct runs read."""
+    result = run(request)
     files = calibration_files(result, commands=[command])
-    publishing.write(out, files)
     text = pages.console(
         result.ranges, result.accused, dtype=result.dtype, report=str(out / "calibration.md")
     )
-    return files["calibration.json"] if as_json else text, result.exit_code
+    return Report(files, text, files["calibration.json"], result.exit_code)
 
 
 def calibration_files(result: Result, *, commands: Sequence[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from mlxkv.engines import machine as runtime
 from mlxkv.engines.progress import say
 from mlxkv.judge import power
 from mlxkv.judge.verdict import current_limits
-from mlxkv.report import publish as publishing
+from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import run_folder
 from oracle.formats.errors import Refusal
@@ -34,6 +34,20 @@ PROMPT = "The river that runs through the old city was the first thing that ever
 STEPS = 16
 TINY = tuple(Tiny(layout, std, seed) for layout in LAYOUTS for std in STDS for seed in (0, 1))
 _TOKENS = 24  # of a random model's prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to try: MODEL and the small random models, some `faults` or all; `power` names a file to put into."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+    tiny: bool = True
+    real: bool = True
+    dtype: str = "float32"
+    faults: tuple[str, ...] = ()
+    power: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +104,7 @@ def write_power(path: Path, result: Result) -> None:
     power.write(path, result.dtype, models, limits=current_limits())
 
 
-def run(
-    model: str | None,
-    revision: str | None,
-    *,
-    faults: Sequence[str] = (),
-    tiny: bool = True,
-    real: bool = True,
-    dtype: str = "float32",
-    ignore_keys: Sequence[str] = (),
-) -> Result:
+def run(request: Request) -> Result:
     """Every model in turn, each in a process of its own."""
     runtime.require_device("cpu")
     oracle.require_torch()
@@ -108,14 +113,13 @@ def run(
     made: dict[str, Any] = {}
     manifest: run_folder.Manifest | None = None
     with process.scratch() as room:
-        for name, checkpoint, ids, prompt in _models(
-            model, revision, room, tiny=tiny, real=real, ignore_keys=ignore_keys
-        ):
+        for name, checkpoint, ids, prompt in _models(request, room):
             say(f"selftest: {name}")
-            answer = oracle.ask(question(checkpoint, ids, prompt, dtype=dtype, taps=TAPS))
+            asked = question(checkpoint, ids, prompt, dtype=request.dtype, taps=TAPS)
+            answer = oracle.ask(asked)
             manifest = answer.manifest
             (room / f"run-{name}").mkdir()
-            one, made = _trials(checkpoint, answer, room / f"run-{name}", faults)
+            one, made = _trials(checkpoint, answer, room / f"run-{name}", request.faults)
             trials[name] = one
             models[name] = {
                 "fingerprint": checkpoint.fingerprint,
@@ -124,21 +128,15 @@ def run(
             }
     if manifest is None:
         raise Refusal("selftest: no model to run on, expected the default or the random ones")
-    return Result(dtype, trials, models, made, manifest.environment)
+    return Result(request.dtype, trials, models, made, manifest.environment)
 
 
-def _models(
-    model: str | None,
-    revision: str | None,
-    room: Path,
-    *,
-    tiny: bool,
-    real: bool,
-    ignore_keys: Sequence[str],
-) -> Any:
+def _models(request: Request, room: Path) -> Any:
     """Name, checkpoint, prompt ids and prompt text of each."""
-    if real:
-        checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
+    if request.real:
+        checkpoint = resolve(
+            request.model, revision=request.revision, ignore_keys=request.ignore_keys
+        )
         require_llama(checkpoint)
         if checkpoint.packed:
             raise Refusal(
@@ -150,7 +148,7 @@ def _models(
             yield checkpoint.name, checkpoint, random_ids(checkpoint.vocab_size, 0), None
         else:
             yield checkpoint.name, checkpoint, tuple(tokenizer.encode(PROMPT)), PROMPT
-    for one in TINY if tiny else ():
+    for one in TINY if request.tiny else ():
         checkpoint = resolve(str(one.save(room / one.name)))
         yield one.name, checkpoint, random_ids(checkpoint.vocab_size, one.seed), None
 
@@ -218,37 +216,14 @@ def _plain(trial: Trial) -> dict[str, Any]:
     return dict(plain(asdict(trial)))
 
 
-__all__ = [
-    "FORMAT",
-    "TINY",
-    "Result",
-    "current_limits",
-    "question",
-    "random_ids",
-    "run",
-    "write_power",
-]
-
-
-def publish(
-    model: str | None,
-    revision: str | None,
-    out: Path,
-    *,
-    as_json: bool,
-    command: str,
-    power: Path | None = None,
-    **options: Any,
-) -> tuple[str, int]:
-    """Runs the trials and writes their report into `out`, and what lane B lets pass into `power`; what to print and the exit code."""
-    publishing.claim(out)
-    result = run(model, revision, **options)
-    if power is not None:
-        write_power(power, result)
+def report(request: Request, *, out: Path, command: str) -> Report:
+    """Runs the trials, and puts what lane B lets pass into the file `power` names."""
+    result = run(request)
+    if request.power is not None:
+        write_power(request.power, result)
     files = selftest_files(result, commands=[command])
-    publishing.write(out, files)
     text = pages.console(result.trials, dtype=result.dtype, report=str(out / "selftest.md"))
-    return files["selftest.json"] if as_json else text, result.exit_code
+    return Report(files, text, files["selftest.json"], result.exit_code)
 
 
 def selftest_files(result: Result, *, commands: Sequence[str]) -> dict[str, str]:
