@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import Verdict
 
 PORT, MEMBERS, ORACLE = "port", "members", "oracle"
-"""Whose reading: the port's, a member's of the pool that was held out, or the oracle's own proofs and controls."""
+"""Whose reading: the port's, that of a member of the pool that was held out, or one of the oracle's
+own proofs and controls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one correct run of a plan (or one member of the pool, named there too) reads at a gate."""
+    """What a correct run reads at a gate; `plan` is its plan, or the name of the pool's member."""
 
     whose: str
     gate: str
@@ -30,7 +31,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A gate's readings on one model, in one dtype; `run` and `plan` say which of them was the largest."""
+    """A gate's readings on one model; `run` and `plan` say which of them was the largest."""
 
     model: str
     whose: str
@@ -65,14 +66,16 @@ def of_port(judged: Verdict) -> list[Reading]:
 
 
 def of_members(case: Case) -> list[Reading]:
-    """Each member judged by the others, from its stored errors; of its top-1 tokens and of step against full nothing is kept."""
+    """Each member of the pool, judged by the others from its stored errors.
+
+    A member's top-1 tokens and its step against full are not stored, so two gates have no reading.
+    """
     truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
     bench = verdict.Bench(case, truth, logit_floors(case, truth), largest)
+    errors = {name: np.asarray(stored, np.float64) for name, stored in case.floors.items()}
     found = []
     for i, member in enumerate(case.floors_meta["members"]):
-        rms, shift, peak = (
-            np.asarray(case.floors[name][i], np.float64) for name in ("rms", "shift", "peak")
-        )
+        rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
         run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
@@ -81,34 +84,30 @@ def of_members(case: Case) -> list[Reading]:
             if g.name not in ("finite", "decisive flips")
         ]
         if largest is not None:
-            errors = np.stack(
-                [np.asarray(case.floors[name][i], np.float64) for name in ("keys", "values")]
-            )
-            gates += verdict.ratio_gates(case, errors / cache_floors(case, largest, without=member))
+            cached = np.stack([errors[name][i] for name in ("keys", "values")])
+            gates += verdict.ratio_gates(case, cached / cache_floors(case, largest, without=member))
         found += [Reading(MEMBERS, g.name, member, g.value, g.limit) for g in gates]
     return found
 
 
 def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     """The truth's proofs, the floor's size, and the control on stored errors."""
+    largest = measure.truth_rows(case.truth).largest.max()
+    floor = float(np.sqrt(np.mean(np.square(judged.floor))) / largest)
+    most = verdict.FLOOR_MOST[case.manifest.dtype]
     proofs = [
-        Reading(ORACLE, f"proof {name}", "-", case.manifest.proofs[name], limit)
+        (f"proof {name}", case.manifest.proofs[name], limit)
         for name, limit in verdict.PROOFS.items()
     ]
-    floor = float(
-        np.sqrt(np.mean(np.square(judged.floor))) / measure.truth_rows(case.truth).largest.max()
-    )
-    most = verdict.FLOOR_MOST[case.manifest.dtype]
     stored = [
-        Reading(ORACLE, f"control: {c.name}", "-", c.value, c.limit)
-        for c in judged.controls
-        if c.quantity != "sigma"
+        (f"control: {c.name}", c.value, c.limit) for c in judged.controls if c.quantity != "sigma"
     ]
-    return [*proofs, Reading(ORACLE, "noise floor over max |truth|", "-", floor, most), *stored]
+    every = [*proofs, ("noise floor over max |truth|", floor, most), *stored]
+    return [Reading(ORACLE, gate, "-", value, limit) for gate, value, limit in every]
 
 
 def ranges(model: str, runs: Iterable[tuple[str, Sequence[Reading]]]) -> list[Range]:
-    """The readings of several runs on one model, by whose they are and gate; each run has a name."""
+    """The readings of several named runs on one model, put together by whose they are and gate."""
     by: dict[tuple[str, str], list[tuple[str, Reading]]] = {}
     for name, found in runs:
         for reading in found:
@@ -125,19 +124,9 @@ def _range(model: str, some: Sequence[tuple[str, Reading]]) -> Range:
 
 def joined(of: Sequence[Range]) -> Range:
     """The same gate on several models: the worst of them, and the median of their medians."""
-    worst = max(of, key=lambda r: (not r.within, r.largest))
-    return Range(
-        model=worst.model,
-        whose=worst.whose,
-        gate=worst.gate,
+    return replace(
+        max(of, key=lambda r: (not r.within, r.largest)),
         readings=sum(r.readings for r in of),
         least=min(r.least for r in of),
         median=float(np.median([r.median for r in of])),
-        largest=worst.largest,
-        limit=worst.limit,
-        run=worst.run,
-        plan=worst.plan,
     )
-
-
-__all__ = ["MEMBERS", "ORACLE", "PORT", "Range", "Reading", "joined", "ranges", "read"]
