@@ -223,9 +223,9 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
     The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when
     every system behaved as documented, 1 when one did not, which is news.
     """
-    from mlxkv.commands.pitfalls.run import report, requested
+    from mlxkv.commands.pitfalls.run import Request, report
 
-    request, command = requested(**options), _command_line()
+    request, command = Request(**options), _command_line()
     _publish(out, as_json, lambda: report(request, out=out, command=command))
 
 

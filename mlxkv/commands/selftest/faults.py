@@ -368,11 +368,11 @@ def _dropped_residual(model: Llama, place: Place) -> Iterator[None]:
     block = model.layers[place.middle]
 
     def make(real: Any) -> Any:
-        def call(self: Any, x: mx.array, cache: Cache, start: int) -> Any:
+        def call(self: Any, x: mx.array, cache: Cache, start: int, *tap: Any) -> Any:
             if self is not block:
-                return real(self, x, cache, start)
-            x = x + self.self_attn(self.input_layernorm(x), cache, start)
-            return self.mlp(self.post_attention_layernorm(x))
+                return real(self, x, cache, start, *tap)
+            x = x + self.self_attn(self.input_layernorm(x), cache, start, *tap)
+            return self.mlp(self.post_attention_layernorm(x), *tap)
 
         return call
 
