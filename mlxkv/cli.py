@@ -305,14 +305,15 @@ def reports(
     """Make everything under reports/ again, or check that it still says the same.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits
-    with 1 and a diff otherwise.
+    with 1 and a diff otherwise. Of reports that another CPU made, or other instructions of it, it
+    only says that the deltas are further apart.
     """
     from mlxkv.commands import reports as room
 
     if check:
-        differences = room.check(out, only=only, device=device)
-        _print("".join(f"{line}\n" for line in differences) or f"{out}: as committed\n")
-        sys.exit(1 if differences else 0)
+        checked = room.check(out, only=only, device=device)
+        _print("".join(f"{line}\n" for line in checked.lines) or f"{out}: as committed\n")
+        sys.exit(checked.exit_code)
     for path in room.write(out, only=only, candidates=candidates, device=device):
         _print(f"{path}\n")
 
