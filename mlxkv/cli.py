@@ -325,15 +325,9 @@ def reports(
 @_option("--prefill", type=Numbers(), default="128,1024", help="Prompt lengths.")
 @_option("--decode", type=ONE_OR_MORE, default=32, help="Tokens decoded after each.")
 @_option("--rounds", type=ONE_OR_MORE, default=3, help="Turns of each engine per length.")
-@_option(
-    "--compare/--no-compare",
-    "with_compare",
-    default=True,
-    help="Also time a first and a second compare.",
-)
 @_json("the figures")
 def bench(as_json: bool, **options: Any) -> None:
-    """Measure the port beside mlx-lm, and what a compare takes in time and memory."""
+    """Measure the port's speed beside mlx-lm's."""
     from mlxkv.commands.bench import Request, run
 
     _print(run(Request(**options), as_json=as_json))
