@@ -17,11 +17,11 @@ from mlxkv.cli import cli
 from mlxkv.commands.compare import overview as pages
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Prompt
-from mlxkv.judge import verdict as judging
+from mlxkv.judge import notes
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.report import page as markdown
+from mlxkv.report.phrases import Side
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 
@@ -312,8 +312,8 @@ def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_an
             "b": replace(GOOD, against="transformers", scopes=("logits",)),
         }
     )
-    assert pages.told(found) == "agrees with transformers (logits)"
-    assert (pages.told(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == (
+    assert pages.sentence_on_all(found) == "agrees with transformers (logits)"
+    assert (pages.sentence_on_all(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == (
         "agree (algebra, logits, cache)",
         "transformers",
     )
@@ -328,7 +328,7 @@ def test_scopes_are_those_that_every_prompt_covers() -> None:
 
 def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
-    side = markdown.Side("port", "mlx", ())
+    side = Side("port", "mlx", ())
     page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"], folders=["a", "b"])
     assert "**differ (logits): sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
@@ -353,7 +353,7 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
 def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(judging, "PREFIXES_MOST", 289)
+    monkeypatch.setattr(notes, "PREFIXES_MOST", 289)
     left = {name: digest for name, digest in CASE.manifest.plans.items() if name != "prefixes"}
     case = replace(CASE, manifest=replace(CASE.manifest, plans=left))
     runs = {name: t for name, t in make_candidates(CASE).items() if name != "prefixes"}

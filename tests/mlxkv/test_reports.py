@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv.cli import REPORTS
+from mlxkv.cli import PARTS
 from mlxkv.commands import reports as parts
-from mlxkv.commands.compare import prompts, session
+from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Long, Prompt
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate as calibrating
@@ -25,7 +25,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     """A tiny model and short sequences; the matrix, which has tests of its own, is made once."""
     model = str(folder_of("gqa"))
     patch.setattr(
-        session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
+        parts, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
     )
     patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
     patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
@@ -40,7 +40,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
 
 
 Request, Asked, Tried, Calibrated = (
-    session.Request,
+    parts.Request,
     pitfalls.Request,
     selftesting.run,
     calibrating.run,
@@ -122,7 +122,7 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
 
 
 def test_a_part_is_made_by_itself_and_the_index_names_all_that_is_there(reports: Path) -> None:
-    assert tuple(REPORTS.choices) == tuple(parts.PARTS)
+    assert tuple(PARTS.choices) == tuple(parts.PARTS)
     before = contents(reports)
     made = [path.relative_to(reports).name for path in parts.write(reports, only=["selftest"])]
     assert made == ["selftest.json", "selftest.md", "README.md"]

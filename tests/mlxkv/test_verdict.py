@@ -30,7 +30,8 @@ from synthetic import (
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
-from mlxkv.judge.verdict import SIGMA_LEAST, judge
+from mlxkv.judge.limits import SIGMA_LEAST
+from mlxkv.judge.verdict import judge
 from oracle.formats.trace import Trace
 
 CASE = make_case()
