@@ -77,7 +77,7 @@ MUTATIONS = (
         "oracle/formats/plan.py",
         "unknown = sorted(set(map(str, value)) - keys)",
         "unknown = sorted(set())",
-        "tests/oracle/test_fuzz.py tests/mlxkv/test_port_engine.py",
+        "tests/oracle/test_robust.py",
         "oracle/plan.py",
     ),
     M(
@@ -102,7 +102,7 @@ MUTATIONS = (
         "oracle/formats/trace.py",
         "start != end\n            or stop - start",
         "stop - start",
-        "tests/oracle/test_fuzz.py",
+        "tests/oracle/test_robust.py",
         "oracle/trace.py",
         was_find="if start != end or",
         was_put="if",

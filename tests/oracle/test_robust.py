@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 import torch
 from folders import INDEX, SHARDS, folder_of
@@ -233,6 +234,30 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(model: Path, tmp_path: Path)
     )
     refused(done, "cannot be written (File too large)", "free some space")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["plan", "step"])
+def test_a_plan_with_a_key_that_nobody_reads_is_refused(where: str) -> None:
+    value = Plan("p", (New("a"),)).to_json()
+    assert plan.from_json(value).steps == (New("a"),)
+    (value if where == "plan" else value["steps"][0])["index_poss"] = 3
+    assert "index_poss" in refusal(plan.from_json, value)
+
+
+def test_tensors_of_a_trace_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    meta = trace.Meta(Plan("p", (New("a"), plan.Call("a", (1,), 0))), "x", "1", "float32")
+    logits, place = np.zeros((1, 3), np.float32), np.zeros(1, np.int32)
+    trace.write(path, meta, {"logits": logits, "positions": place, "steps": place})
+    assert trace.read(path).logits.shape == (1, 3)
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    for name, offsets in (("logits", [0, 12]), ("positions", [8, 12]), ("steps", [12, 16])):
+        header[name]["data_offsets"] = offsets
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[begin : begin + 16])
+    assert "positions" in refusal(trace.read, path)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "nul\0", "x" * 101, "..", "/etc/x", "\ud800"])
