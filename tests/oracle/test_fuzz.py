@@ -269,7 +269,13 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
             "transformers_double": 1e-8,
             "transformers_double_limit": 1e-6,
         },
-        environment={"os": "Linux", "threads": 2, "generated": [3], "pool": ["sdpa-step"]},
+        generated=[3],
+        pool=["sdpa-step"],
+        pool_distinct=1,
+        left_out={},
+        ignored_keys=[],
+        packed="",
+        environment={"os": "Linux", "threads": 2},
         inputs="e" * 64,
     )
     run_folder.write_manifest(place, manifest)
