@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Written last: a folder without it is not finished."""
-    value = {"format": _FORMAT, "complete": True} | msgspec.to_builtins(manifest)
+    value = {"format": _FORMAT, "complete": True} | asdict(manifest)
     text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     write_text(folder / "manifest.json", text + "\n")
 

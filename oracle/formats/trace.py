@@ -12,7 +12,7 @@ position. This module knows no engine and judges nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -83,11 +83,15 @@ class Meta:
 
     def to_json(self) -> dict[str, Any]:
         """The metadata as plain JSON values."""
-        value: dict[str, Any] = msgspec.to_builtins(self)
+        value = {each.name: getattr(self, each.name) for each in fields(self)}
         if not self.no_cache:
             del value["no_cache"]
-        plan = {"plan": self.plan.to_json(), "plan_digest": self.plan.digest}
-        return {"format": FORMAT} | value | plan
+        return value | {
+            "format": FORMAT,
+            "plan": self.plan.to_json(),
+            "plan_digest": self.plan.digest,
+            "outcomes": msgspec.to_builtins(self.outcomes),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from oracle.formats.disk import own_folder
 from oracle.formats.errors import Refusal, brief
-from oracle.formats.tensors import Tensor
+from oracle.formats.header import Tensor
 from oracle.model import packing
 from oracle.model import safetensors as safetensors_file
 from oracle.model.packing import Packed

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import disk, strict_json
+from oracle.formats import disk, header, strict_json
 from oracle.formats.errors import Refusal, brief
-from oracle.formats.tensors import Tensor, header
+from oracle.formats.header import Tensor
 
 Progress = Callable[[str, int, int], None]
 
@@ -28,7 +28,9 @@ _AGAIN = "download the folder again"
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder by name, sorted; a Refusal that names the file that does not add up."""
-    found = _by_index(folder) if os.path.exists(folder / INDEX) else header(_only_file(folder))[0]
+    found = (
+        _by_index(folder) if os.path.exists(folder / INDEX) else header.read(_only_file(folder))[0]
+    )
     if not found:
         what = "its safetensors hold no tensors, expected a model's"
         raise Refusal(what, where=folder, remedy="download it again")
@@ -44,7 +46,7 @@ def _by_index(folder: Path) -> dict[str, Tensor]:
             what = f"no such file, expected it as {INDEX} names it"
             raise Refusal(what, where=path, remedy=_AGAIN)
     for path in shards:
-        for name, tensor in header(path)[0].items():
+        for name, tensor in header.read(path)[0].items():
             if name in found:
                 what = f"{name} is in {found[name].file.name} too, expected it once"
                 raise Refusal(what, where=path, remedy=_AGAIN)
