@@ -21,7 +21,7 @@ def report(folder: Path, candidates: Sequence[Path], *, out: Path, command: str)
     case, meta = read_case(folder), traces[0].meta
     verdict = judge(case, by_plan(case.manifest, traces))
     sides = (side(meta), oracle_side(case.manifest))
-    environments = {meta.engine: meta.environment, "oracle": case.manifest.environment}
+    environments = {meta.engine: meta.environment, "oracle": case.manifest.surroundings}
     value = pretty(page.to_json(verdict, case.manifest, environments))
     markdown = page.markdown(verdict, case.manifest, sides=sides, commands=[command])
     where = str(out / "compare.md")

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from mlxkv.judge.case import CACHE, ORDER, Case
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, New, Plan
-from oracle.formats.run_folder import Manifest
+from oracle.formats.plan import Plan
+from oracle.formats.run_folder import FLOORS, Manifest
 from oracle.formats.trace import Trace
 
 DTYPES = ("float32", "float16", "bfloat16")
-FLOORS_FORMAT = "mlxkv-floors/1"
 _AGAIN = "make the folder again"
 
 
@@ -99,14 +97,7 @@ def engine_reasons(traces: Sequence[Trace]) -> list[str]:
 
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token, for which every engine can give a row."""
-    ends, held = set(), 0
-    for step in plan.steps:
-        if isinstance(step, New):
-            held = 0
-        elif isinstance(step, Call):
-            held = (held if step.index_pos is None else step.index_pos) + len(step.tokens)
-            ends.add(held - 1)
-    return ends
+    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
 
 
 def layers(trace: Trace) -> int:
@@ -224,15 +215,8 @@ def _some(positions: list[int]) -> str:
 
 
 def _floors_reasons(case: Case) -> list[str]:
-    meta, where = case.floors_meta, "floors.safetensors"
-    members, kinds = _names(meta.get("members")), _names(meta.get("kinds"))
-    if meta.get("format") != FLOORS_FORMAT or members is None or kinds is None:
-        return [
-            f"{where}: format is {meta.get('format')!r}, expected {FLOORS_FORMAT!r} "
-            f"with members and kinds; {_AGAIN}"
-        ]
-    reasons = _pool_reasons(case, members, kinds)
-    for name, shape in _floor_shapes(case, len(members), len(kinds)).items():
+    reasons = _pool_reasons(case)
+    for name, shape in _floor_shapes(case).items():
         found = list(case.floors[name].shape) if name in case.floors else "none"
         if found != shape:
             reasons.append(f"{name} has shape {found}, expected {shape}; {_AGAIN}")
@@ -241,11 +225,16 @@ def _floors_reasons(case: Case) -> list[str]:
         for name, array in sorted(case.floors.items())
         if not np.isfinite(array).all()
     ]
-    return [f"{where}: {reason}" for reason in reasons]
+    return [f"{FLOORS}: {reason}" for reason in reasons]
 
 
-def _pool_reasons(case: Case, members: list[str], kinds: list[str]) -> list[str]:
-    reasons = []
+def _pool_reasons(case: Case) -> list[str]:
+    members, kinds = case.pool.members, case.pool.kinds
+    reasons = [
+        f"{', '.join(names)} names one twice, expected each once; {_AGAIN}"
+        for names in (members, kinds)
+        if len(set(names)) < len(names)
+    ]
     if set(kinds) != {name.split("-")[0] for name in members}:
         reasons.append(
             f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; "
@@ -254,28 +243,19 @@ def _pool_reasons(case: Case, members: list[str], kinds: list[str]) -> list[str]
     if not kinds or case.held_out not in members or len(members) < 2:
         wanted = case.held_out if kinds else "runs of transformers"
         reasons.append(f"members are {', '.join(members) or 'none'}, expected {wanted} and others")
-    if not case.has_truth and case.distinct < 2:
+    if not case.has_truth and case.pool.distinct < 2:
         reasons.append(
-            f"{case.distinct} bitwise distinct members, expected 2 or more, "
+            f"{case.pool.distinct} bitwise distinct members, expected 2 or more, "
             "as there is no truth to measure them by"
         )
     return reasons
 
 
-def _floor_shapes(case: Case, members: int, kinds: int) -> dict[str, list[int]]:
+def _floor_shapes(case: Case) -> dict[str, list[int]]:
     n, first = case.length, case.truth.kv(CACHE, 0)
+    members, kinds = len(case.pool.members), len(case.pool.kinds)
     shapes = {name: [members, n] for name in ("rms", "shift", "peak")} | {"cached": [kinds, n]}
     if first is not None:
         rows = [members, layers(case.truth), len(first[0]), n]
         shapes |= {"keys": rows, "values": rows}
     return shapes
-
-
-def _names(value: Any) -> list[str] | None:
-    """A list of names, each once; None where it is anything else."""
-    good = (
-        isinstance(value, list)
-        and all(isinstance(name, str) for name in value)
-        and len(set(value)) == len(value)
-    )
-    return list(value) if good else None

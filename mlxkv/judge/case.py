@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from oracle.formats.run_folder import Manifest, read_manifest
-from oracle.formats.trace import Array, Trace, read, read_arrays
+from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace, read
 
 CACHE = "a"
 """The name that judged plans give their one cache."""
@@ -28,7 +28,7 @@ class Case:
     manifest: Manifest
     truth: Trace
     references: Mapping[str, Trace]
-    floors_meta: Mapping[str, Any]
+    pool: Pool
     floors: Mapping[str, Array]
 
     @property
@@ -47,49 +47,28 @@ class Case:
         return "truth" if self.has_truth else "mean"
 
     @property
-    def members(self) -> list[str]:
-        """The names of the pool's runs, `<kind of attention>-<plan>`."""
-        return list(self.floors_meta["members"])
-
-    @property
     def held_out(self) -> str:
         """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.floors_meta['kinds'][-1]}-step"
-
-    @property
-    def distinct(self) -> int:
-        """How many of the pool's members differ bitwise, 0 where the folder does not say."""
-        found = self.floors_meta.get("distinct")
-        return found if isinstance(found, int) else 0
+        return f"{self.pool.kinds[-1]}-step"
 
     @property
     def rows(self) -> list[int]:
         """The positions that the tables show: from the prompt's last token on."""
         return list(range(self.manifest.prompt_tokens - 1, self.length))
 
-    @property
-    def packed(self) -> str:
-        """How the checkpoint packs its weights, in words; "" where they are plain floats."""
-        found = self.manifest.environment.get("packed")
-        return found if isinstance(found, str) else ""
-
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None
 
 
-def read_case(folder: Path, manifest: Manifest | None = None) -> Case:
-    """The oracle folder, its arrays mapped into memory.
-
-    `manifest` is the folder's, where it has been read and its files verified already. Raises a
-    Refusal where a file is missing or damaged.
-    """
-    manifest = manifest or read_manifest(folder)
-    meta, floors = read_arrays(folder / "floors.safetensors")
+def read_case(folder: Path) -> Case:
+    """The oracle folder, its arrays mapped into memory; a Refusal if one is missing or damaged."""
+    manifest = read_manifest(folder)
+    pool, floors = read_floors(folder / FLOORS)
     plans = [
         name.removeprefix("reference-").removesuffix(".safetensors")
         for name in sorted(manifest.files)
         if name.startswith("reference-")
     ]
     references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
-    return Case(manifest, read(folder / manifest.measure), references, meta, floors)
+    return Case(manifest, read(folder / manifest.measure), references, pool, floors)

@@ -78,7 +78,7 @@ def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
 def _stored_apart(yardstick: Yardstick, member: Measures) -> float:
     """How far the stored errors of the held-out member are from those measured, in floors."""
     case, at = yardstick.case, member.positions
-    index = case.members.index(case.held_out)
+    index = case.pool.members.index(case.held_out)
     found = {"rms": member.rms, "shift": member.shift, "peak": member.peak}
     apart = [np.abs(errors - case.floors[name][index][at]) for name, errors in found.items()]
     return float(np.max(np.stack(apart) / yardstick.floors.rms[at]))

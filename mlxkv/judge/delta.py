@@ -15,7 +15,8 @@ import numpy as np
 from mlxkv.judge.case import Case
 from mlxkv.judge.measure import Floats, TruthRows, blocks, in_order, rows_of, truth_rows
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Array, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 
 _PAGE_NAMES = {"step": "cached", "prefixes": "nocache"}
 

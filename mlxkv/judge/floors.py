@@ -70,19 +70,19 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
 
 def held_out(run: Measures, case: Case) -> Measures:
     """A member as the others measure it. Against the truth that changes nothing."""
-    k = 1.0 if case.has_truth else case.distinct / (case.distinct - 1)
+    k = 1.0 if case.has_truth else case.pool.distinct / (case.pool.distinct - 1)
     return replace(run, rms=run.rms * k, shift=run.shift * k, peak=run.peak * k)
 
 
 def widening(case: Case) -> float:
     """What makes an error of a member's deviation from the measure: 1 where that is the truth."""
-    n = case.distinct
+    n = case.pool.distinct
     return 1.0 if case.has_truth else math.sqrt(n / (n - 1))
 
 
 def _errors(case: Case, name: str, without: str | None) -> Floats:
     """The raw errors of the members but one, (members, ...)."""
-    keep = [i for i, member in enumerate(case.members) if member != without]
+    keep = [i for i, member in enumerate(case.pool.members) if member != without]
     return np.asarray(case.floors[name], np.float64)[keep] * widening(case)
 
 

@@ -17,7 +17,8 @@ from mlxkv.judge.case import Case
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
 from mlxkv.judge.result import Gate, GateName
-from oracle.formats.trace import Array, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 
 _OF_CACHE = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
@@ -157,7 +158,7 @@ def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
 
 
 def _cache_limits(case: Case) -> tuple[float, float, float]:
-    median = limits.KV_MEDIAN_PACKED if case.packed else limits.KV_MEDIAN
+    median = limits.KV_MEDIAN_PACKED if case.manifest.packed else limits.KV_MEDIAN
     return median, limits.KV_MOST, limits.KV_WORST
 
 
@@ -165,7 +166,7 @@ def _unread(yardstick: Yardstick, step: Trace | None) -> tuple[str | None, list[
     """Why keys and values cannot be measured, and what of that leaves the verdict open."""
     case = yardstick.case
     if yardstick.cache_largest is None:
-        return str(case.truth.meta.environment.get("cache", "no keys in the oracle folder")), []
+        return case.truth.meta.no_cache or "no keys in the oracle folder", []
     if step is None or layers(step) == 0:
         return "no trace of plan step" if step is None else "no keys in trace", []
     odd = cache_reasons(step, case.truth)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlxkv.judge.admission import layers
 from mlxkv.judge.case import CACHE
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Array as Array
+from oracle.formats.tensors import Array as Array
 from oracle.formats.trace import Trace
 
 Floats = npt.NDArray[np.float64]

@@ -27,9 +27,9 @@ def notes(
     absent = [plan for plan in ORDER if plan in case.manifest.plans and plan not in traces]
     if absent and traces:
         found.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
-    if case.packed and any(g.scope == "algebra" and g.ran for g in gates):
+    if case.manifest.packed and any(g.scope == "algebra" and g.ran for g in gates):
         found.append(
-            f"algebra ran on the unpacked weights ({case.packed}); it does not cover "
+            f"algebra ran on the unpacked weights ({case.manifest.packed}); it does not cover "
             "quantized_matmul, which the other gates judge"
         )
     found += [*_of_sequence(case), *_of_traces(case, traces.values())]
@@ -40,13 +40,11 @@ def notes(
 def _no_truth(case: Case) -> str | None:
     if case.has_truth:
         return None
-    left, odd = case.manifest.environment.get("left_out"), ""
-    if isinstance(left, dict) and left:
-        named = ", ".join(map(str, left))
-        odd = f"; left out, as it computes something else in float64: {named}"
+    left = ", ".join(case.manifest.left_out)
+    odd = f"; left out, as it computes something else in float64: {left}" if left else ""
     return (
         "no truth for this architecture: the reference is the mean of transformers' own runs "
-        f"({', '.join(case.members)}), and an error that all of them share is not seen{odd}"
+        f"({', '.join(case.pool.members)}), and an error that all of them share is not seen{odd}"
     )
 
 
@@ -75,9 +73,9 @@ def _of_traces(case: Case, traces: Iterable[Trace]) -> list[str]:
         found.append("weights undeclared: the trace does not say of which weights it is")
     if any(meta.config_digest not in (None, case.manifest.config_digest) for meta in metas):
         found.append("config digest differs from the oracle's: the engine read another config.json")
-    if case.distinct < limits.DISTINCT_LEAST:
+    if case.pool.distinct < limits.DISTINCT_LEAST:
         found.append(
-            f"the pool has {case.distinct} bitwise distinct members, "
+            f"the pool has {case.pool.distinct} bitwise distinct members, "
             f"usually {limits.DISTINCT_LEAST} or more: its floor may read low"
         )
     systems = (str(meta.environment.get("os", "unknown")).lower() for meta in metas)

@@ -75,7 +75,7 @@ def judge(
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
         curves=_curves(measures),
-        distinct=case.distinct,
+        distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
 

@@ -47,7 +47,7 @@ def oracle_side(manifest: Manifest) -> Side:
     if manifest.has_truth:
         what = "transformers and strict float64 truth"
     first = {"engine": what, "device": "cpu", "dtype": manifest.dtype}
-    rest = [row for row in environment_rows(manifest.environment) if row[0] not in first]
+    rest = [row for row in environment_rows(manifest.surroundings) if row[0] not in first]
     headline = f"torch {version}" if version else "transformers"
     return Side("oracle", headline, (*first.items(), *rest))
 
@@ -124,7 +124,7 @@ def proofs(manifest: Manifest) -> tuple[str, str]:
         agreement = _measured(manifest, "truth_agreement", f"{plans} to ", "agreement ")
         double = _measured(manifest, "transformers_double", "transformers within ", "transformers ")
         return "truth", f"{agreement}, {double}"
-    runs = f"mean of {manifest.environment.get('pool_distinct', 'some')} runs of transformers"
+    runs = f"mean of {manifest.pool_distinct} runs of transformers"
     apart = _measured(manifest, "members_apart", "each within ", "")
     double = _measured(manifest, "mean_double", "float64 within ", "float64 ")
     return "no truth", f"{runs}, {apart}, {double}"

@@ -11,7 +11,6 @@ from typing import Any
 from mlxkv.judge.result import Gate
 
 Row = Sequence[str]
-_ELSEWHERE = ("generated",)  # stands under Tokens
 
 
 def pretty(value: Any) -> str:
@@ -119,8 +118,7 @@ def _aligned(row: Row, widths: Sequence[int], left: set[int]) -> list[str]:
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Names and values of what a run depends on, as text."""
-    named = sorted(environment.items())
-    return tuple((name, _value(value)) for name, value in named if name not in _ELSEWHERE)
+    return tuple((name, _value(value)) for name, value in sorted(environment.items()))
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:

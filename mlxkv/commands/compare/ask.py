@@ -102,7 +102,7 @@ def _given(request: Request, folder: Path) -> Answer:
     checkpoint = resolve(
         request.model or manifest.source,
         revision=request.revision or manifest.revision,
-        ignore_keys=request.ignore_keys or _ignored(manifest),
+        ignore_keys=request.ignore_keys or tuple(manifest.ignored_keys),
     )
     if request.engine == "port":
         require_llama(checkpoint)
@@ -134,16 +134,12 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
             )
 
 
-def _ignored(manifest: run_folder.Manifest) -> tuple[str, ...]:
-    found = manifest.environment.get("ignored_keys")
-    return tuple(key for key in found if isinstance(key, str)) if isinstance(found, list) else ()
-
-
 def _answer(
     checkpoint: Checkpoint, folder: Path, manifest: run_folder.Manifest, made: Finished | None
 ) -> Answer:
     plans = {plan.digest: plan for plan in oracle.judged(manifest, folder).values()}
-    return Answer(checkpoint, folder, read_case(folder, manifest), tuple(plans.values()), made)
+    case = replace(read_case(folder), manifest=manifest)
+    return Answer(checkpoint, folder, case, tuple(plans.values()), made)
 
 
 def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracle.Question:

@@ -51,9 +51,7 @@ def compare(request: Request, given: Sequence[Prompt], *, commands: Sequence[str
     ]
     with run(requests) as runs:
         compared = tuple(judged(one, commands=commands) for one in runs)
-        engine, oracle = runs[0].engine, dict(runs[0].case.manifest.environment)
-    # The oracle's greedy tokens are the only part that is of one prompt.
-    oracle.pop("generated", None)
+        engine, oracle = runs[0].engine, runs[0].case.manifest.surroundings
     names = [prompt.name for prompt in given]
     found = Prompts({name: one.verdict for name, one in zip(names, compared, strict=True)})
     files = {

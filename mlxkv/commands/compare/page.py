@@ -67,7 +67,7 @@ def to_json(runs: Runs, verdict: Verdict, other: Verdict | None) -> dict[str, An
     manifest = runs.case.manifest
     environments = {
         runs.engine: runs.arithmetic[0].meta.environment,
-        "oracle": manifest.environment,
+        "oracle": manifest.surroundings,
     }
     errors = [
         {
@@ -91,7 +91,7 @@ def to_json(runs: Runs, verdict: Verdict, other: Verdict | None) -> dict[str, An
 def _generated(runs: Runs) -> list[int]:
     """The greedy tokens, or those that were given after the prompt."""
     manifest = runs.case.manifest
-    return list(manifest.environment.get("generated") or manifest.tokens[manifest.prompt_tokens :])
+    return manifest.generated or manifest.tokens[manifest.prompt_tokens :]
 
 
 def _continuation(runs: Runs) -> page.Continuation:

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from oracle.formats import strict
+from oracle.formats import strict_json
 from oracle.formats.errors import Refusal
 
 BUILTIN = "builtin"
@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[Prompt, ...]:
 def _prompt(line: str, number: int, where: str) -> Prompt:
     try:
         # msgspec takes a key named twice; the strict decoder does not.
-        given = msgspec.convert(strict.decode(line), _Line)
+        given = msgspec.convert(strict_json.decode(line), _Line)
     except (ValueError, msgspec.ValidationError) as error:
         expected = "an object with prompt or tokens, and name and steps if you like"
         raise Refusal(f"{where}: {error}, expected {expected}; mend it") from error

@@ -23,7 +23,7 @@ from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import FirstWrong, Strip, Verdict
-from oracle.formats.plan import Call, Plan
+from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
 FORMAT = "mlxkv-locate/1"
@@ -222,12 +222,7 @@ def kind(case: Case, first: FirstWrong) -> str:
 
 def chunk_starts(plan: Plan) -> set[int]:
     """Where calls of several tokens begin behind the first call."""
-    starts, held = set(), 0
-    for step in plan.steps:
-        if isinstance(step, Call):
-            starts |= {held} if held and len(step.tokens) > 1 else set()
-            held += len(step.tokens)
-    return starts
+    return {call.held for call in plan.calls() if call.held and call.fed > 1}
 
 
 def _in_tap(

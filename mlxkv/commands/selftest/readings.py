@@ -71,7 +71,7 @@ def of_members(case: Case) -> list[Reading]:
     yardstick = Yardstick.of(case)
     truth, largest = yardstick.truth, yardstick.cache_largest
     found = []
-    for i, member in enumerate(case.floors_meta["members"]):
+    for i, member in enumerate(case.pool.members):
         rms, shift, peak = (
             np.asarray(case.floors[name][i], np.float64) for name in ("rms", "shift", "peak")
         )
