@@ -98,7 +98,9 @@ def test_what_cannot_be_compared_is_named(fault: str) -> None:
 
 def test_every_correct_run_is_admitted_and_one_that_does_not_declare_its_weights() -> None:
     undeclared = replace(STEP, meta=replace(STEP.meta, fingerprint=None))
-    assert [trace_reasons(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()] == [
+    assert [
+        trace_reasons(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()
+    ] == [
         [],
         [],
         [],
@@ -110,7 +112,10 @@ def test_every_correct_run_is_admitted_and_one_that_does_not_declare_its_weights
 def test_rows_of_the_last_tokens_are_enough_and_for_chunked_the_earlier_chunks_end_too() -> None:
     chunked = make_candidates(CASE)["chunked"]
     assert trace_reasons(rows(STEP, ALL[PROMPT - 1 :]), "step", CASE, dtype="float32") == []
-    assert trace_reasons(rows(chunked, [2, *ALL[PROMPT - 1 :]]), "chunked", CASE, dtype="float32") == []
+    assert (
+        trace_reasons(rows(chunked, [2, *ALL[PROMPT - 1 :]]), "chunked", CASE, dtype="float32")
+        == []
+    )
     assert (
         "no row for position 2"
         in trace_reasons(rows(chunked, ALL[PROMPT - 1 :]), "chunked", CASE, dtype="float32")[0]

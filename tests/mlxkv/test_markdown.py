@@ -102,9 +102,7 @@ SIDES = (
 
 
 def test_the_terminal_shows_it_whole() -> None:
-    assert (
-        console(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
-    )
+    assert console(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
 
 
 def test_the_markdown_holds_it_whole() -> None:

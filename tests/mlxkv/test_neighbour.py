@@ -357,9 +357,7 @@ def test_stored_traces_are_judged_and_compared(
 def test_the_port_refuses_them_by_name(made: Path, name: str, stored: bool) -> None:
     model = made / "models" / name
     request = (
-        Request(oracle=made / "runs" / name)
-        if stored
-        else Request(model=str(model), tokens=(1, 2))
+        Request(oracle=made / "runs" / name) if stored else Request(model=str(model), tokens=(1, 2))
     )
     line = f"config.json: model_type is '{name}', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`$"
     with pytest.raises(Refusal, match=line), run([request]):

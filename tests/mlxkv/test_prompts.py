@@ -130,7 +130,7 @@ def test_a_prompt_among_others_is_judged_as_it_is_alone(
     assert json.loads(done.stdout)["took"]["oracle"] is None
 
 
-JSON = "expected an object with prompt or tokens"
+JSON = "write an object with prompt or tokens"
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,23 @@ JSON = "expected an object with prompt or tokens"
     [
         ('{"prompt": "a"}\n{"prompt": ', 2, ("not JSON", JSON)),
         ('{"prompt": "a"}\nplain', 2, ("not JSON", JSON)),
-        ('{"prompt": "a"}\n[1, 2]', 2, ("[1, 2]", JSON)),
-        ('{"prompt": "a", "prompt": "b"}', 1, ('key "prompt" twice',)),
-        ('# first\n\n{"text": "a"}', 3, ('unknown key "text"', "prompt, tokens, name, steps")),
-        ('{"name": "a"}', 1, ("neither prompt and tokens", "expected one of them")),
+        ('{"prompt": "a"}\n[1, 2]', 2, ("[1, 2]", "expected object", JSON)),
+        ('{"prompt": "a", "prompt": "b"}', 1, ("key 'prompt' is there twice",)),
+        ('# first\n\n{"text": "a"}', 3, ("unknown field text", JSON, "name", "steps")),
+        ('{"name": "a"}', 1, ("neither prompt nor tokens", "expected one of them")),
         ('{"prompt": "a", "tokens": [1]}', 1, ("both prompt and tokens", "expected one of them")),
-        ('{"prompt": ""}', 1, ('prompt is ""', "expected text")),
-        ('{"prompt": 3}', 1, ("prompt is 3", "expected text")),
-        ('{"tokens": []}', 1, ("tokens is []", "expected a list of ids")),
-        ('{"tokens": [1, true]}', 1, ("tokens is [1, true]", "expected a list of ids")),
-        ('{"tokens": "1"}', 1, ('tokens is "1"', "expected a list of ids")),
-        ('{"tokens": [1], "steps": 0}', 1, ("steps is 0", "expected a whole number from 1")),
-        ('{"tokens": [1], "name": "../up"}', 1, ('name is "../up"', "names a folder")),
-        ('{"tokens": [1], "name": "compare.md"}', 1, ('name is "compare.md"', "names a folder")),
+        ('{"prompt": ""}', 1, ("prompt is ''", "expected str of length >= 1")),
+        ('{"prompt": 3}', 1, ("prompt is 3", "expected str")),
+        ('{"tokens": []}', 1, ("tokens is []", "expected array of length >= 1")),
+        ('{"prompt": null}', 1, ("prompt is None", "expected str")),
+        ('{"tokens": [1, true]}', 1, ("tokens[1] is True", "expected int")),
+        ('{"tokens": [1, -2]}', 1, ("tokens[1] is -2", "expected int >= 0")),
+        ('{"tokens": "1"}', 1, ("tokens is '1'", "expected array")),
+        ('{"tokens": [1], "steps": 0}', 1, ("steps is 0", "expected int >= 1")),
+        ('{"tokens": [1], "steps": 2.0}', 1, ("steps is 2.0", "expected int")),
+        ('{"tokens": [1], "name": "../up"}', 1, ("name is '../up'", "names a folder")),
+        ('{"tokens": [1], "name": "compare.md"}', 1, ("name is 'compare.md'", "names a folder")),
+        ('{"tokens": [1], "name": "a\\n"}', 1, (r"name is 'a\n'", "names a folder")),
         (
             '{"tokens": [1], "name": "a"}\n\n{"tokens": [2], "name": "A"}',
             3,

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from oracle.formats import strict_json
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 BUILTIN = "builtin"
 
@@ -96,21 +96,19 @@ def read(path: Path) -> tuple[Prompt, ...]:
 
 
 def _prompt(line: str, number: int, where: str) -> Prompt:
+    remedy = "write an object with prompt or tokens, and if you like name (it names a folder), steps"
     try:
-        # msgspec takes a key named twice; the strict decoder does not.
-        given = msgspec.convert(strict_json.decode(line), _Line)
-    except (ValueError, msgspec.ValidationError) as error:
-        expected = "an object with prompt or tokens, and name and steps if you like"
-        raise Refusal(f"{where}: {error}, expected {expected}; mend it") from error
+        value = strict_json.decode(line)
+    except ValueError as error:
+        raise Refusal(f"not JSON ({one_line(error)})", where=where, remedy=remedy) from error
+    given = strict_json.typed(value, _Line, where=where, remedy=remedy)
     if (given.prompt is UNSET) == (given.tokens is UNSET):
-        which = "neither" if given.prompt is UNSET else "both"
-        raise Refusal(f"{where}: {which} prompt and tokens, expected one of them; mend it")
-    return Prompt(
-        given.name or f"line-{number}",
-        given.prompt or None,
-        given.tokens or None,
-        given.steps or None,
-    )
+        which = "neither prompt nor" if given.prompt is UNSET else "both prompt and"
+        what = f"{which} tokens, expected one of them"
+        raise Refusal(what, where=where, remedy=remedy)
+    # UNSET is false, and no value that may be given is.
+    name, text = given.name or f"line-{number}", given.prompt or None
+    return Prompt(name, text, given.tokens or None, given.steps or None)
 
 
 def _require_different(found: Sequence[Prompt], lines: Sequence[int], path: Path) -> None:
