@@ -1,6 +1,7 @@
-"""The command line. It reads options, makes a room's request and prints: results on stdout, the rest on stderr.
+"""The command line. It reads options, makes a command's request, and prints what comes of it.
 
-A room is imported when its command runs, so that `--help` costs nothing.
+Results go to stdout, the rest to stderr. What a command needs is imported when it runs, so that
+`--help` costs nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from oracle.formats import exits
 from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
-    from mlxkv.commands.compare.session import Request
+    from mlxkv.commands.compare.ask import Request
     from mlxkv.report.publish import Report
 
 
@@ -161,18 +163,11 @@ def compare(
     from mlxkv.commands.compare import many, run
 
     if prompts is not None:
-        of_one = ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates")
-        _alone("--prompts", of_one)
-    request, command = _request(**options), _command_line()
-    if prompts is None:
-        _publish(
-            out,
-            as_json,
-            lambda: run.report(request, candidates=candidates, out=out, command=command),
-        )
-    else:
-        source = prompts
-        _publish(out, as_json, lambda: many.report(request, source, out=out, command=command))
+        _alone("--prompts", "prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates")
+    request, make = _request(**options), partial(run.report, candidates=candidates)
+    if prompts is not None:
+        make = partial(many.report, source=prompts)
+    _publish(partial(make, request), out=out, as_json=as_json)
 
 
 @cli.command()
@@ -187,8 +182,7 @@ def judge(folder: Path, traces: tuple[Path, ...], out: Path, as_json: bool) -> N
     """
     from mlxkv.commands.judge import report
 
-    command = _command_line()
-    _publish(out, as_json, lambda: report(folder, traces, out=out, command=command))
+    _publish(partial(report, folder, traces), out=out, as_json=as_json)
 
 
 @cli.command()
@@ -225,8 +219,7 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
     """
     from mlxkv.commands.pitfalls.run import Request, report
 
-    request, command = Request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    _publish(partial(report, Request(**options)), out=out, as_json=as_json)
 
 
 @cli.command()
@@ -244,8 +237,8 @@ def locate(candidates: tuple[Path, ...], out: Path, as_json: bool, **options: An
     """
     from mlxkv.commands.locate.run import report
 
-    request, command = _request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, candidates=candidates, out=out, command=command))
+    make = partial(report, _request(**options), candidates=candidates)
+    _publish(make, out=out, as_json=as_json)
 
 
 @cli.command()
@@ -268,8 +261,7 @@ def selftest(out: Path, as_json: bool, **options: Any) -> None:
     """
     from mlxkv.commands.selftest.run import Request, report
 
-    request, command = Request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    _publish(partial(report, Request(**options)), out=out, as_json=as_json)
 
 
 @cli.command()
@@ -285,8 +277,7 @@ def calibrate(out: Path, as_json: bool, **options: Any) -> None:
     """
     from mlxkv.commands.selftest.calibrate import Request, report
 
-    request, command = Request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    _publish(partial(report, Request(**options)), out=out, as_json=as_json)
 
 
 @cli.command()
@@ -368,11 +359,11 @@ def doctor() -> None:
     sys.exit(exit_code)
 
 
-def _publish(out: Path, as_json: bool, make: Callable[[], Report]) -> None:
-    """Writes a room's report, prints it, and ends with its exit code."""
+def _publish(make: Callable[..., Report], *, out: Path, as_json: bool) -> None:
+    """Writes a command's report, prints it, and ends with its exit code."""
     from mlxkv.report.publish import publish
 
-    report = publish(out, make)
+    report = publish(out, partial(make, out=out, command=_command_line()))
     _print(report.json if as_json else report.text)
     sys.exit(report.exit_code)
 
@@ -380,7 +371,7 @@ def _publish(out: Path, as_json: bool, make: Callable[[], Report]) -> None:
 def _request(
     prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
 ) -> Request:
-    from mlxkv.commands.compare.session import Request
+    from mlxkv.commands.compare.ask import Request
 
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
     given = [name for name, value in sources.items() if value is not None]
@@ -397,7 +388,7 @@ def _request(
     return Request(prompt=prompt, tokens=tokens, **rest)
 
 
-def _alone(option: str, others: tuple[str, ...]) -> None:
+def _alone(option: str, *others: str) -> None:
     """Refuses options that say of one sequence what `option` says of several."""
     typed = _typed()
     beside = [typed[name] for name in others if name in typed]
@@ -426,7 +417,7 @@ def _command_line() -> str:
 
 
 def _print(text: str) -> None:
-    """Results to stdout; where they cannot go the exit code must not be one that means a verdict."""
+    """Results to stdout; if they cannot go there, the exit code must not be that of a verdict."""
     try:
         click.echo(text, nl=False)
     except OSError as error:

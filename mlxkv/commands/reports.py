@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.commands import diff
-from mlxkv.commands.compare import many, prompts, session
+from mlxkv.commands.compare import many, prompts
 from mlxkv.commands.compare import run as comparing
+from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
 from mlxkv.engines import process
 from mlxkv.engines.progress import say
-from mlxkv.report import plots, publish
+from mlxkv.report import publish
 from oracle.formats import disk, trace
 from oracle.formats.errors import Refusal
 
@@ -42,13 +43,13 @@ class Made:
 
 def _compare(device: str, third: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare", f"{COMMAND} --only compare"]
-    with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
+    with comparing.run([Request(device=device)]) as (runs,):
         return _compared(comparing.judged(runs, third, commands=commands), "")
 
 
 def _long(device: str, _: Sequence[trace.Trace]) -> Made:
-    request = session.Request(device=device)
-    return _compared(many.long(request, commands=[f"{COMMAND} --only long"]), "long/")
+    compared = many.long(Request(device=device), commands=[f"{COMMAND} --only long"])
+    return _compared(compared, "long/")
 
 
 def _compared(compared: comparing.Compared, place: str) -> Made:
@@ -58,8 +59,7 @@ def _compared(compared: comparing.Compared, place: str) -> Made:
 
 def _prompts(device: str, _: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare --prompts builtin", f"{COMMAND} --only prompts"]
-    request = session.Request(device=device)
-    overview = many.judged(request, prompts.builtin(), commands=commands)
+    overview = many.compare(Request(device=device), prompts.builtin(), commands=commands)
     first = overview.compared[0]
     files = {f"prompts/{name}": text for name, text in overview.files.items()}
     return Made(first.case.manifest.name, first.environment, files)

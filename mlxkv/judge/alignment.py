@@ -1,7 +1,8 @@
-"""Two stored traces of any engines: may they be compared, and over which positions? Nothing is judged here.
+"""Whether two stored traces of any engines may be compared, and over which positions.
 
-Row by row is only right where both computed the same thing: the logits after the same tokens, of the same weights. Which
-calls a plan makes does not matter for that, so cached and uncached runs stand side by side.
+Rows may stand side by side only where both computed the same thing: the logits after the same
+tokens, of the same weights. Which calls a plan makes does not matter for that, so a cached run can
+be compared with an uncached one. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from itertools import combinations
 
 from mlxkv.judge import delta
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Step
+from oracle.formats.plan import Feed
 from oracle.formats.trace import Trace
 
 _Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Aligned:
     """Trace number `a` against number `b`, counted from 0, over the positions that both have."""
 
     a: int
@@ -29,104 +30,92 @@ class Compared:
     figures: delta.Figures
 
 
-def compare(traces: list[Trace]) -> list[Compared]:
+def align(traces: list[Trace]) -> list[Aligned]:
     """Every pair in turn; a Refusal where one may not be compared."""
     found = []
     for a, b in combinations(range(len(traces)), 2):
-        positions = common(traces[a], traces[b])
-        pair = delta.pair(traces[a], traces[b], positions)
-        found.append(
-            Compared(a, b, tuple(positions), pair, delta.beside(traces[a], traces[b], positions))
-        )
+        of, its = traces[a], traces[b]
+        positions = common(of, its)
+        pair, figures = delta.pair(of, its, positions), delta.beside(of, its, positions)
+        found.append(Aligned(a, b, tuple(positions), pair, figures))
     return found
 
 
 def common(a: Trace, b: Trace) -> list[int]:
-    """The positions that both have, in order; a Refusal where their rows are not of the same weights, vocabulary and tokens."""
-    if (
-        None not in (a.meta.fingerprint, b.meta.fingerprint)
-        and a.meta.fingerprint != b.meta.fingerprint
-    ):
-        mine, its = str(a.meta.fingerprint)[:16], str(b.meta.fingerprint)[:16]
+    """The positions that both have, in order.
+
+    Raises a Refusal where the rows there are not of the same weights, vocabulary and tokens.
+    """
+    mine, its = a.meta.fingerprint, b.meta.fingerprint
+    if mine is not None and its is not None and mine != its:
         raise Refusal(
-            f"{a.label}: weights fingerprint is {mine}, expected {its} as in {b.label}; run both on the same weights"
+            f"{a.label}: weights fingerprint is {mine[:16]}, expected {its[:16]} as in {b.label}; "
+            "run both on the same weights"
         )
     if a.logits.shape[1] != b.logits.shape[1]:
         raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} as in {b.label}; keep all columns"
+            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} "
+            f"as in {b.label}; keep all columns"
         )
     tokens = [_sequence(a), _sequence(b)]
     both = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
     if not both:
         raise Refusal(
-            f"{a.label}: no position that {b.label} has too, expected one or more; compare runs of one sequence"
+            f"{a.label}: no position that {b.label} has too, expected one or more; "
+            "compare runs of one sequence"
         )
     # A row depends on the tokens up to its own, not on those after.
     for position in range(both[-1] + 1):
         ids = [one[position] if position < len(one) else None for one in tokens]
         if ids[0] != ids[1] or None in ids:
             raise Refusal(
-                f"{a.label}: token at position {position} is {ids[0]}, expected {ids[1]} as in {b.label} "
-                f"(plan digests {a.meta.plan.digest[:12]} and {b.meta.plan.digest[:12]}); compare runs of one sequence"
+                f"{a.label}: token at position {position} is {ids[0]}, expected {ids[1]} "
+                f"as in {b.label} (plan digests {a.meta.plan.digest[:12]} and "
+                f"{b.meta.plan.digest[:12]}); compare runs of one sequence"
             )
     return both
 
 
 def _sequence(trace: Trace) -> _Ids:
-    """The one sequence of which all rows are; a Refusal where there are several, or several rows of one position."""
+    """The one sequence that all rows are of.
+
+    Raises a Refusal where there are several sequences, or several rows of one position.
+    """
     twice = [p for p, times in Counter(trace.positions.tolist()).items() if times > 1]
     if twice:
         raise Refusal(
-            f"{trace.label}: more than one row for position {min(twice)}, expected one; keep the plan's last call that gives it"
+            f"{trace.label}: more than one row for position {min(twice)}, expected one; "
+            "keep the plan's last call that gives it"
         )
+    plan, outcomes = trace.meta.plan, trace.meta.outcomes
+    failed = {i for i, outcome in enumerate(outcomes) if outcome.error is not None}
     longest: _Ids = ()
-    for ids in _fed(trace):
+    for call in plan.calls(without=failed):
+        if call.start != call.held:
+            raise Refusal(
+                f"{trace.label}: step {call.index} is at index_pos {call.start}, expected "
+                f"{call.held}, the tokens cached; compare a plan without such a step"
+            )
+        # Every cache so far holds a beginning of the one sequence.
+        ids = longest[: call.held] + call.step.tokens + _chosen(trace, call)
         short, long = sorted((longest, ids), key=len)
         if long[: len(short)] != short:
             raise Refusal(
-                f"{trace.label}: its plan {trace.meta.plan.name!r} feeds several sequences, expected one; compare a plan of one"
+                f"{trace.label}: its plan {plan.name!r} feeds several sequences, expected one; "
+                "compare a plan of one"
             )
         longest = long
     return longest
 
 
-def _fed(trace: Trace) -> list[_Ids]:
-    """What each call's cache held after it, tokens that a greedy step chose included."""
-    plan, held, found = trace.meta.plan, dict[str, _Ids](), []
-    for i, step in enumerate(plan.steps):
-        outcome = trace.meta.outcomes[i] if i < len(trace.meta.outcomes) else None
-        if outcome is not None and outcome.error is not None:
-            continue
-        if isinstance(step, Call | Greedy):
-            start = len(held[step.cache])
-            if step.index_pos not in (None, start):
-                raise Refusal(
-                    f"{trace.label}: step {i} is at index_pos {step.index_pos}, expected {start}, the tokens cached; it has no place"
-                )
-            chosen = tuple((outcome.tokens if outcome else None) or ())
-            found.append(
-                held[step.cache] + step.tokens + (chosen[:-1] if isinstance(step, Greedy) else ())
-            )
-            held[step.cache] = found[-1] if _keeps(plan, step.cache, i) else ()
-        else:
-            _change(held, step)
-    return found
-
-
-def _change(held: dict[str, _Ids], step: Step) -> None:
-    if isinstance(step, Clone):
-        held[step.target] = held[step.source]
-    elif isinstance(step, Crop):
-        held[step.cache] = held[step.cache][: step.length]
-    elif not isinstance(step, Call | Greedy):
-        held[step.cache] = ()
-
-
-def _keeps(plan: Plan, cache: str, index: int) -> bool:
-    """Whether the cache of this name stores anything at that step (a clone of one that does not, neither)."""
-    for step in reversed(plan.steps[:index]):
-        if isinstance(step, New) and step.cache == cache:
-            return step.use_kv_cache
-        if isinstance(step, Clone) and step.target == cache:
-            cache = step.source
-    return True
+def _chosen(trace: Trace, call: Feed) -> _Ids:
+    """The tokens that a greedy step chose and fed: all but its last."""
+    more = call.fed - len(call.step.tokens)
+    outcomes = trace.meta.outcomes[call.index : call.index + 1]
+    chosen = tuple(outcomes[0].tokens or ()) if outcomes else ()
+    if more and len(chosen) != more + 1:
+        raise Refusal(
+            f"{trace.label}: step {call.index} chose {len(chosen)} tokens, expected {more + 1}; "
+            "write the trace again"
+        )
+    return chosen[:more]

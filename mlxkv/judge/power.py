@@ -1,7 +1,8 @@
-"""What the arithmetic lane is worth in half precision: the seeded faults that it lets pass, measured by `mlxkv selftest`.
+"""Which known faults the run in half precision lets pass, as `mlxkv selftest` measured it.
 
-The measurement is a file of the package, `power.json`, by dtype: the limits of the day, and for each model the faults tried
-and those unseen. In a coarse dtype the noise hides more; what lane A finds in float64 lane B may not.
+The noise of a coarse dtype hides more, so what lane A (the port in float64) finds, lane B (the run
+in its own dtype) may not. The measurement is a file of the package, `power.json`: by dtype the
+limits that it was made with, and for each model the faults tried and those unseen.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def read(path: Path = MEASURED) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise Refusal(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); make it with `mlxkv selftest --power`"
+            f"{path}: cannot be read ({' '.join(str(error).split())}); "
+            "make it with `mlxkv selftest --power`"
         ) from error
     if (
         not isinstance(value, dict)
@@ -57,7 +59,7 @@ def write(
 
 
 def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -> str | None:
-    """How much lane B is worth in this dtype, in one line; None where it is the dtype that the limits were made for."""
+    """What lane B lets pass in this dtype, in one line; None in float32, where the limits hold."""
     if dtype == "float32":
         return None
     how = f"`mlxkv selftest --dtype {dtype} --power FILE` measures it"
@@ -67,7 +69,7 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
     names = list(dict.fromkeys(name for model in models.values() for name in model["unseen"]))
     always = [name for name in names if all(name in model["unseen"] for model in models.values())]
     sometimes = [name for name in names if name not in always]
-    said = f"in {dtype} lane B alone lets {len(names)} of {max(m['faults'] for m in models.values())} seeded faults pass"
+    tried = max(model["faults"] for model in models.values())
     parts = [f"on every model: {', '.join(always)}"] if always else []
     parts += [f"on some: {', '.join(sometimes)}"] if sometimes else []
     changed = [
@@ -78,4 +80,5 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
         if changed
         else ""
     )
-    return f"{said} ({'; '.join([*parts, 'measured on ' + ', '.join(models)])}){old}"
+    where = "; ".join([*parts, "measured on " + ", ".join(models)])
+    return f"in {dtype} lane B alone lets {len(names)} of {tried} seeded faults pass ({where}){old}"

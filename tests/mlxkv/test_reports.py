@@ -12,7 +12,7 @@ import pytest
 from mlxkv.cli import PARTS
 from mlxkv.commands import diff
 from mlxkv.commands import reports as parts
-from mlxkv.commands.compare import prompts, session
+from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Long, Prompt
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate as calibrating
@@ -27,7 +27,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     """A tiny model and short sequences; the matrix, which has tests of its own, is made once."""
     model = str(folder_of("gqa"))
     patch.setattr(
-        session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
+        parts, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
     )
     patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
     patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
@@ -44,7 +44,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
 
 
 Request, Asked, Tried, Calibrated = (
-    session.Request,
+    parts.Request,
     pitfalls.Request,
     selftesting.run,
     calibrating.run,

@@ -80,9 +80,11 @@ def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mlxkv import reporting, session\n"
-        f"request = session.Request(model={str(folder_of('gqa'))!r}, tokens=(3, 7), steps=3)\n"
-        f"verdict = reporting.compare(request, Path({str(tmp_path)!r}), command='').verdict\n"
+        "from mlxkv.commands.compare.ask import Request\n"
+        "from mlxkv.commands.compare.run import judged, run\n"
+        f"request = Request(model={str(folder_of('gqa'))!r}, tokens=(3, 7), steps=3)\n"
+        "with run([request]) as (runs,):\n"
+        "    verdict = judged(runs, commands=[]).verdict\n"
         "maps = open('/proc/self/maps').read()\n"
         f"print(verdict.outcome, 'mlx.core' in sys.modules, 'torch' in sys.modules, [n for n in {LIBRARIES} if '/lib' + n in maps])\n"
     )

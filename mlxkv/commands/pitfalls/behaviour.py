@@ -16,9 +16,10 @@ from mlxkv.commands.pitfalls.scenarios import NO, REFUSED, RIGHT, WRONG, Aim, Be
 from mlxkv.judge import measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import logit_floors
-from mlxkv.judge.measure import Array, Floats
-from mlxkv.judge.verdict import SIGMA, WORST
+from mlxkv.judge.limits import SIGMA, WORST
+from mlxkv.judge.measure import Floats
 from oracle.formats.plan import Call, Greedy
+from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
 
@@ -124,7 +125,7 @@ def _part(aim: Aim, trace: Trace, talk: Right) -> Part:
     if sigma is not None and worst is not None and not (sigma <= SIGMA and worst <= WORST):
         behaviour = WRONG
     elif error is not None:
-        behaviour = NO if error.startswith(NO) else REFUSED
+        behaviour = NO if outcome.kind == NO else REFUSED
     else:
         behaviour = RIGHT if len(rows) else WRONG
     return Part(aim.talk, behaviour, tokens, parted, sigma, worst, len(rows), error)

@@ -222,8 +222,8 @@ def _right(request: Request, checkpoint: Checkpoint, talk: Talk) -> Right:
     )
     say(f"oracle: the truth of {n} tokens and {steps} steps on {checkpoint.name}")
     case = read_case(oracle.ask(question).folder)
-    generated = case.manifest.environment.get("generated")
-    if not isinstance(generated, list) or len(generated) != steps:
+    generated = case.manifest.generated
+    if len(generated) != steps:
         raise Refusal(
             f"manifest.json: {steps} generated tokens expected, found {generated!r}; "
             "run again with --fresh"

@@ -291,8 +291,8 @@ def _one_prompt(s: Setting) -> Ways:
     new, prompt = New("a"), (Aim(1, "first"),)
     greedy = (new, Greedy("a", s.first, 0, s.steps))
     judged = judged_plans(list(s.sequence), prompt=len(s.first))
-    step, chunked = judged["step"].steps, judged["chunked"].steps
-    mask = judged_plans(list(s.first), prompt=len(s.first))["chunked"].steps
+    step, chunked = judged["step"], judged["chunked"]
+    mask = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
     zero = (new, Greedy("a", s.first, 0, s.steps, "zero"))
     by_calls = (new, Greedy("a", s.first, 0, s.steps, "by_calls"))
     beyond = (new, Call("a", s.first[:1], s.limit))
@@ -300,10 +300,10 @@ def _one_prompt(s: Setting) -> Ways:
     once = (new, Call("a", s.first, 0))
     tables = "needs none: its tables live in the model"
     return {
-        "greedy": ((greedy, greedy, greedy, greedy), prompt),
-        "cached": ((step, step, step, step), _along(step)),
-        "chunked": ((chunked, chunked, chunked, chunked), _along(chunked)),
-        "mask": ((mask, mask, mask, mask), _along(mask)),
+        "greedy": ((greedy,) * 4, prompt),
+        "cached": ((step.steps,) * 4, _along(step)),
+        "chunked": ((chunked.steps,) * 4, _along(chunked)),
+        "mask": ((mask.steps,) * 4, _along(mask)),
         "pos0": ((_T, zero, zero, _L), prompt),
         "by_calls": ((_T, by_calls, by_calls, _L), prompt),
         "far": ((beyond, far, far, _L), (Aim(1, "one"), Aim(2, "one"))),
@@ -332,7 +332,7 @@ def _second_prompt(s: Setting) -> Ways:
         "reuse": ((reuse, placed, placed, reuse), (Aim(2, "second"),)),
         "reuse1": ((reuse1, placed1, placed1, reuse1), (Aim(2, "one"),)),
         "quantized": ((no_rule, dropped, refuses, no_rule), (Aim(3, "second"),)),
-        "branch": ((branch, branch, branch, branch), (Aim(3, "first", n), Aim(4, "second", n))),
+        "branch": ((branch,) * 4, (Aim(3, "first", n), Aim(4, "second", n))),
         "crop": ((crop, "no way to cut a cache", placed_crop, crop), (Aim(3, "second", n),)),
     }
 
@@ -345,22 +345,18 @@ def _no_cache(s: Setting) -> Ways:
     left_out: Steps = (new, *(Call("a", (token,)) for token in s.first))
     by_one = tuple(Aim(i + 1, "first", i) for i in range(len(s.first)))
     return {
-        "nocache": ((growing, growing, growing, growing), whole),
+        "nocache": ((growing,) * 4, whole),
         "nocache1": ((left_out, placed, placed, left_out), by_one),
     }
 
 
-def _along(steps: tuple[Step, ...]) -> tuple[Aim, ...]:
+def _along(plan: Plan) -> tuple[Aim, ...]:
     """Every call was meant to continue the first talk."""
-    calls = [(i, step) for i, step in enumerate(steps) if isinstance(step, Call)]
-    return tuple(Aim(i, "first", step.index_pos or 0) for i, step in calls)
+    return tuple(Aim(call.index, "first", call.start) for call in plan.calls())
 
 
 def _chunks(s: Setting) -> tuple[int, int]:
     """The sizes of the two calls that the chunked plan sends the prompt in."""
-    first, second = (
-        len(step.tokens)
-        for step in judged_plans(list(s.first), prompt=len(s.first))["chunked"].steps
-        if isinstance(step, Call)
-    )
+    plan = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
+    first, second = (call.fed for call in plan.calls())
     return first, second

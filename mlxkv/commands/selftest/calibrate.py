@@ -13,8 +13,8 @@ from mlxkv.commands.selftest.readings import Range, Reading, ranges
 from mlxkv.commands.selftest.run import question, random_ids
 from mlxkv.engines import machine, oracle, process
 from mlxkv.engines.progress import say
+from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
-from mlxkv.judge.verdict import current_limits
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats.errors import Refusal
@@ -138,7 +138,7 @@ def _measured(
     room.mkdir(exist_ok=True)
     folders = [str(answer.folder) for answer in answers]
     value = worker.start(checkpoint, answers[0], room, "readings", *folders)
-    return value, answers[0].manifest.environment
+    return value, answers[0].manifest.surroundings
 
 
 def _why(ran: dict[str, Any]) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlxkv.judge import measure, verdict
+from mlxkv.judge import limits, measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
+from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
 from mlxkv.judge.measure import Measures
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import GateName, Verdict
 
 PORT, MEMBERS, ORACLE = "port", "members", "oracle"
 """Whose reading: the port's, that of a member of the pool that was held out, or one of the oracle's
@@ -70,22 +71,22 @@ def of_members(case: Case) -> list[Reading]:
 
     A member's top-1 tokens and its step against full are not stored, so two gates have no reading.
     """
-    truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
-    bench = verdict.Bench(case, truth, logit_floors(case, truth), largest)
+    yardstick = Yardstick.of(case)
+    truth, largest = yardstick.truth, yardstick.cache_largest
     errors = {name: np.asarray(stored, np.float64) for name, stored in case.floors.items()}
     found = []
-    for i, member in enumerate(case.floors_meta["members"]):
+    for i, member in enumerate(case.pool.members):
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
         run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
-            for g in verdict.logit_gates(bench, member, run, floors=floors)
-            if g.name not in ("finite", "decisive flips")
+            for g in logit_gates(yardstick, member, run, floors=floors)
+            if g.name not in (GateName.FINITE, GateName.FLIPS)
         ]
         if largest is not None:
             cached = np.stack([errors[name][i] for name in ("keys", "values")])
-            gates += verdict.ratio_gates(case, cached / cache_floors(case, largest, without=member))
+            gates += ratio_gates(case, cached / cache_floors(case, largest, without=member))
         found += [Reading(MEMBERS, g.name, member, g.value, g.limit) for g in gates]
     return found
 
@@ -94,10 +95,10 @@ def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     """The truth's proofs, the floor's size, and the control on stored errors."""
     largest = measure.truth_rows(case.truth).largest.max()
     floor = float(np.sqrt(np.mean(np.square(judged.floor))) / largest)
-    most = verdict.FLOOR_MOST[case.manifest.dtype]
+    most = limits.FLOOR_MOST[case.manifest.dtype]
     proofs = [
         (f"proof {name}", case.manifest.proofs[name], limit)
-        for name, limit in verdict.PROOFS.items()
+        for name, limit in limits.PROOFS.items()
     ]
     stored = [
         (f"control: {c.name}", c.value, c.limit) for c in judged.controls if c.quantity != "sigma"

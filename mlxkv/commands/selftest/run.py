@@ -17,8 +17,8 @@ from mlxkv.commands.selftest.trial import PLAIN, RIGHTS, Trial, unseen
 from mlxkv.engines import machine, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge import power
+from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
-from mlxkv.judge.verdict import current_limits
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats.errors import Refusal
@@ -118,7 +118,7 @@ def run(request: Request) -> Selftest:
             own = room / f"run-{name}"
             own.mkdir()
             trials[name], environment = _trials(checkpoint, answer, own, request.faults)
-            environments.append((environment, answer.manifest.environment))
+            environments.append((environment, answer.manifest.surroundings))
             models[name] = {
                 "fingerprint": checkpoint.fingerprint,
                 "tokens": len(answer.manifest.tokens),

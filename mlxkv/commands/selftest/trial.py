@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxkv.commands.locate.place import Located
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import GateName, Verdict
 
 RIGHT = "(correct)"
 BRANCH = "(correct, on a branch)"
@@ -94,8 +94,8 @@ def _trial(name: str, verdict: Verdict, found: Located, why: list[str]) -> Trial
         outcome=verdict.outcome,
         passed=not why,
         why="; ".join(why),
-        sigma=_most(verdict, "sigma"),
-        algebra=_most(verdict, "algebra (float64)"),
+        sigma=_most(verdict, GateName.SIGMA),
+        algebra=_most(verdict, GateName.ALGEBRA),
         gate=_worst(verdict),
         position=_first(verdict),
         layer=found.layer,
@@ -109,7 +109,7 @@ def _first(verdict: Verdict) -> int | None:
     return verdict.first_wrong.position if verdict.first_wrong else None
 
 
-def _most(verdict: Verdict, name: str) -> float | None:
+def _most(verdict: Verdict, name: GateName) -> float | None:
     return max((g.value for g in verdict.gates if g.name == name and g.ran), default=None)
 
 

@@ -210,8 +210,8 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
 
     case, dtype = read_case(folder), ports.meta.dtype
     config, plans = ports.models[dtype].config, oracle.judged(case.manifest, folder)
-    first = next(one for one in plans[TAPPED].steps if isinstance(one, Call))
-    place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, len(first.tokens))
+    cut = next(plans[TAPPED].calls()).fed
+    place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
     names = [fault.name for fault in FAULTS]
     unknown = sorted({*chosen} - {*names, *RIGHTS})
     if unknown:
