@@ -177,9 +177,10 @@ class Experiment:
 
 def branched(step: Plan, vocab: int) -> Plan:
     """`step` on cache "a", cloned from the prompt's own, which goes on with other tokens."""
-    calls = [one for one in step.steps if isinstance(one, Call)]
-    steps: list[Step] = [New("parent"), replace(calls[0], cache="parent"), Clone("parent", "a")]
-    for one in calls[1:]:
+    prompt, *rest = (call.step for call in step.calls())
+    begun = Call("parent", prompt.tokens, prompt.index_pos)
+    steps: list[Step] = [New("parent"), begun, Clone("parent", "a")]
+    for one in rest:
         other = tuple((token + 1) % vocab for token in one.tokens)
         steps += [one, Call("parent", other, one.index_pos)]
     return Plan("branch", tuple(steps))
