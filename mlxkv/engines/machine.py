@@ -65,16 +65,20 @@ def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, An
     mx = require_mlx()
     used = _choose(mx, device)
     mx.set_default_device(mx.gpu if used == "gpu" else mx.cpu)
-    return host() | {
-        "mlx": version("mlx"),
-        "device": used,
-        "device_name": str(mx.device_info().get("device_name", ""))
-        if used == "gpu"
-        else cpu_name(),
-        "blas": blas,
-        "threads": threads,
-        "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
-    } | kernels()
+    return (
+        host()
+        | {
+            "mlx": version("mlx"),
+            "device": used,
+            "device_name": str(mx.device_info().get("device_name", ""))
+            if used == "gpu"
+            else cpu_name(),
+            "blas": blas,
+            "threads": threads,
+            "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+        }
+        | kernels()
+    )
 
 
 def has(package: str) -> bool:
