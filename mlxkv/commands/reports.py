@@ -68,7 +68,7 @@ def _prompts(device: str, _: Sequence[trace.Trace]) -> Made:
 def _pitfalls(device: str, _: Sequence[trace.Trace]) -> Made:
     matrix = pitfalls.run(pitfalls.Request(device=device))
     files = pitfalls.matrix_files(matrix, commands=["mlxkv pitfalls", f"{COMMAND} --only pitfalls"])
-    return Made(matrix.checkpoint.name, matrix.environments["G"], files)
+    return Made(matrix.model, matrix.environments["G"], files)
 
 
 def _selftest(_: str, __: Sequence[trace.Trace]) -> Made:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxkv.commands.pitfalls import page as pages
-from mlxkv.commands.pitfalls.behaviour import Right, Seen, watch
+from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen, watch
 from mlxkv.commands.pitfalls.scenarios import (
     NO,
     OTHER_CACHES,
@@ -146,23 +146,24 @@ def test_what_is_not_as_documented_is_said_first() -> None:
     given = scenario(others=OTHER_CACHES)
     seen = {("greedy", system): see(run()) for system in (*SYSTEMS, *OTHER_CACHES)}
     seen["greedy", "T"] = see(run(off={2: 40.0}))
-    text = pages.console([given], seen, report="x/pitfalls.md")
+    matrix = Matrix(
+        model="tiny",
+        source="x",
+        fingerprint="f",
+        scenarios=(given,),
+        seen=seen,
+        rights=TALKS,
+        environments={"T": {"os": "Linux"}},
+        branches=BRANCHES,
+        comparable=False,
+        text=lambda ids: "|".join(map(str, ids)),
+    )
+    text = pages.console(matrix, report="x/pitfalls.md")
     assert (
         "news: greedy on transformers, DynamicCache: silently wrong, documented is right\n" in text
     )
     assert text.endswith("1 of 6 did not behave as documented    report: x/pitfalls.md\n")
-    facts = pages.Facts(
-        "tiny",
-        "x",
-        "f",
-        {"first": PROMPT},
-        {"first": TOKENS},
-        {"T": {"os": "Linux"}},
-        BRANCHES,
-        comparable=False,
-        text=lambda ids: "|".join(map(str, ids)),
-    )
-    page = pages.markdown(facts, [given], seen, commands=["mlxkv pitfalls"])
+    page = pages.markdown(matrix, commands=["mlxkv pitfalls"])
     assert page.startswith(
         "# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers"
     )

@@ -7,8 +7,9 @@ another token counts up to that choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,12 @@ from mlxkv.judge.case import Case
 from mlxkv.judge.floors import logit_floors
 from mlxkv.judge.limits import SIGMA, WORST
 from mlxkv.judge.measure import Floats
+from mlxkv.judge.result import plain
 from oracle.formats.plan import Call, Greedy
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
+
+FORMAT = "mlxkv-pitfalls/1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +90,60 @@ class Seen:
     def errors(self) -> tuple[str, ...]:
         """Every error's text."""
         return tuple(p.error for p in self.parts if p.error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """What came of every scenario on every system; `comparable` with the page's values or not.
+
+    `seen` is by scenario and system, `rights` by talk, `environments` by system. `branches` are
+    what memory.py measured. `text` turns ids into text.
+    """
+
+    model: str
+    source: str
+    fingerprint: str
+    scenarios: tuple[Scenario, ...]
+    seen: Mapping[tuple[str, str], Seen]
+    rights: Mapping[str, Right]
+    environments: Mapping[str, Mapping[str, Any]]
+    branches: Mapping[str, Any]
+    comparable: bool
+    text: Callable[[Sequence[int]], str]
+
+    @property
+    def surprises(self) -> list[tuple[str, str]]:
+        """Where a system did not behave as documented."""
+        return [key for key, seen in self.seen.items() if not seen.documented]
+
+    @property
+    def exit_code(self) -> int:
+        """0 when all behaved as documented, 1 when one did not."""
+        return 1 if self.surprises else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """`mlxkv-pitfalls/1`"""
+        systems: dict[str, dict[str, Any]] = {}
+        for (name, system), seen in self.seen.items():
+            systems.setdefault(name, {})[system] = asdict(seen)
+        value = {
+            "format": FORMAT,
+            "model": {"name": self.model, "source": self.source, "fingerprint": self.fingerprint},
+            "prompts": {
+                name: {"ids": right.prompt, "generated": right.tokens}
+                for name, right in self.rights.items()
+            },
+            "scenarios": [
+                {"name": s.name, "what": s.what, "systems": systems[s.name], "page": s.page}
+                for s in self.scenarios
+            ],
+            "page_comparable": self.comparable,
+            "surprises": self.surprises,
+            "exit_code": self.exit_code,
+            "branches": {k: v for k, v in self.branches.items() if k != "environment"},
+            "environment": self.environments,
+        }
+        return dict(plain(value))
 
 
 def right(case: Case, generated: Sequence[int]) -> Right:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxkv.commands.pitfalls.behaviour import Part, Seen
+from mlxkv.commands.pitfalls.behaviour import Matrix, Part, Seen
 from mlxkv.commands.pitfalls.scenarios import OTHER_CACHES, SYSTEMS, WRONG, Scenario
 from mlxkv.report.text import clip, code, columns, environment_table, markdown_table, quoted
 
-Found = Mapping[tuple[str, str], Seen]
 HEAD = ("scenario", *SYSTEMS, "what")
 WORDS = (
     "Each experiment as a user of each system would write it. Rows decide, not tokens: *silently "
@@ -24,63 +22,50 @@ BRANCHES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the report says beside the matrix; `text` turns ids into text."""
-
-    model: str
-    source: str
-    fingerprint: str
-    prompts: Mapping[str, tuple[int, ...]]
-    generated: Mapping[str, tuple[int, ...]]
-    environments: Mapping[str, Mapping[str, Any]]
-    branches: Mapping[str, Any]
-    comparable: bool
-    text: Callable[[Sequence[int]], str]
-
-    def tokens(self, ids: Sequence[int]) -> tuple[str, str]:
-        """The ids, and the same as text."""
-        return code(" ".join(map(str, ids))), code(quoted(self.text(ids)))
-
-
-def console(scenarios: Sequence[Scenario], seen: Found, *, report: str) -> str:
+def console(matrix: Matrix, *, report: str) -> str:
     """What `pitfalls` prints."""
-    rows = [(s.name, *(_cell(seen[s.name, name]) for name in SYSTEMS), s.what) for s in scenarios]
-    others = [(name, cache, _cell(one)) for name, cache, one in _others(seen)]
+    others = [(name, cache, _cell(one)) for name, cache, one in _others(matrix)]
     lines = [f"{letter}  {words}" for letter, words in SYSTEMS.items()]
-    lines += ["", *columns(HEAD, rows, left=set(range(len(HEAD)))), ""]
+    lines += ["", *columns(HEAD, _rows(matrix), left=set(range(len(HEAD)))), ""]
     lines += [*columns(("scenario", "mlx-lm's", "behaviour"), others, left={0, 1, 2}), ""]
-    lines += [f"news: {line}" for line in surprises(seen)]
-    return "\n".join([*lines, f"{_sentence(seen)}    report: {report}"]) + "\n"
+    lines += [f"news: {line}" for line in surprises(matrix)]
+    return "\n".join([*lines, f"{_sentence(matrix)}    report: {report}"]) + "\n"
 
 
-def surprises(seen: Found) -> list[str]:
+def _rows(matrix: Matrix, *, bold: bool = False) -> list[list[str]]:
+    cells = [
+        [_cell(matrix.seen[s.name, system], bold=bold) for system in SYSTEMS]
+        for s in matrix.scenarios
+    ]
+    return [[s.name, *of, s.what] for s, of in zip(matrix.scenarios, cells, strict=True)]
+
+
+def surprises(matrix: Matrix) -> list[str]:
     """A line for every system that did not behave as documented."""
     return [
         f"{scenario} on {_named(system)}: {one.behaviour}, documented is {one.expected}"
-        for (scenario, system), one in seen.items()
+        for (scenario, system), one in matrix.seen.items()
         if not one.documented
     ]
 
 
-def markdown(
-    facts: Facts, scenarios: Sequence[Scenario], seen: Found, *, commands: Sequence[str]
-) -> str:
+def markdown(matrix: Matrix, *, commands: Sequence[str]) -> str:
     """The Markdown report."""
-    others = [(name, cache, _cell(one, bold=True)) for name, cache, one in _others(seen)]
-    inputs = [("model", code(facts.source)), ("weights", code(facts.fingerprint))]
-    hosts = {_named(system): host for system, host in facts.environments.items()}
+    table = [[f"[{name}](#{name})", *rest] for name, *rest in _rows(matrix, bold=True)]
+    others = [(name, cache, _cell(one, bold=True)) for name, cache, one in _others(matrix)]
+    inputs = [("model", code(matrix.source)), ("weights", code(matrix.fingerprint))]
+    hosts = {_named(system): host for system, host in matrix.environments.items()}
     beside = markdown_table(("scenario", "cache", "behaviour"), others, left={0, 1, 2})
     parts = [
-        [f"# Pitfalls: {facts.model}", "", f"**{_sentence(seen)}**"],
-        [f"- {line}" for line in surprises(seen)],
+        [f"# Pitfalls: {matrix.model}", "", f"**{_sentence(matrix)}**"],
+        [f"- {line}" for line in surprises(matrix)],
         [WORDS],
         [f"- **{letter}**: {words}" for letter, words in SYSTEMS.items()],
-        ["## Matrix", "", *_matrix(scenarios, seen)],
+        ["## Matrix", "", *markdown_table(HEAD, table, left=set(range(len(HEAD))))],
         ["## mlx-lm's other caches", "", *beside],
-        _talks(facts),
-        *(_section(s, seen, facts) for s in scenarios),
-        _branches(facts.branches),
+        _talks(matrix),
+        *(_section(s, matrix) for s in matrix.scenarios),
+        _branches(matrix.branches),
         ["## Environment", "", *environment_table(hosts)],
         ["## Inputs", "", *markdown_table(("", ""), inputs, left={0, 1})],
         ["## Reproduce", "", "```sh", *commands, "```"],
@@ -88,41 +73,34 @@ def markdown(
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _matrix(scenarios: Sequence[Scenario], seen: Found) -> list[str]:
-    rows = [
-        (
-            f"[{s.name}](#{s.name})",
-            *(_cell(seen[s.name, system], bold=True) for system in SYSTEMS),
-            s.what,
-        )
-        for s in scenarios
-    ]
-    return markdown_table(HEAD, rows, left=set(range(len(HEAD))))
-
-
-def _others(seen: Found) -> list[tuple[str, str, Seen]]:
+def _others(matrix: Matrix) -> list[tuple[str, str, Seen]]:
     """What came of the scenarios that ran on mlx-lm's other caches."""
-    return [(name, system, one) for (name, system), one in seen.items() if system in OTHER_CACHES]
+    return [(name, who, one) for (name, who), one in matrix.seen.items() if who in OTHER_CACHES]
 
 
-def _talks(facts: Facts) -> list[str]:
+def _talks(matrix: Matrix) -> list[str]:
     rows = [
-        (name, *facts.tokens(ids), *facts.tokens(facts.generated[name]))
-        for name, ids in facts.prompts.items()
+        (name, *_tokens(right.prompt, matrix), *_tokens(right.tokens, matrix))
+        for name, right in matrix.rights.items()
     ]
     head = ("talk", "prompt", "as text", "what follows on a fresh cache", "as text")
     table = markdown_table(head, rows, left=set(range(5)))
     return ["## Talks", "", "What the oracle says of each prompt.", "", *table]
 
 
-def _section(scenario: Scenario, seen: Found, facts: Facts) -> list[str]:
-    page = "on the page" if facts.comparable else "on the page (other weights: not comparable)"
+def _tokens(ids: Sequence[int], matrix: Matrix) -> tuple[str, str]:
+    """The ids, and the same as text."""
+    return code(" ".join(map(str, ids))), code(quoted(matrix.text(ids)))
+
+
+def _section(scenario: Scenario, matrix: Matrix) -> list[str]:
+    page = "on the page" if matrix.comparable else "on the page (other weights: not comparable)"
     head, rows = ["", "behaviour", "evidence", "cost", page], []
     for system in scenario.expected:
-        one = seen[scenario.name, system]
+        one = matrix.seen[scenario.name, system]
         cost = f"{one.cost:.3g}" if one.cost is not None else "-"
         beside = scenario.page.get(system, "-")
-        rows.append([system, _cell(one, bold=True), _evidence(one, facts), cost, beside])
+        rows.append([system, _cell(one, bold=True), _evidence(one, matrix), cost, beside])
     if not scenario.page:
         head, rows = head[:-1], [row[:-1] for row in rows]
     table = markdown_table(head, rows, left={0, 1, 2, 4})
@@ -143,13 +121,13 @@ def _branches(b: Mapping[str, Any]) -> list[str]:
     return ["## Memory of branches", "", BRANCHES, "", *table]
 
 
-def _evidence(seen: Seen, facts: Facts) -> str:
+def _evidence(seen: Seen, matrix: Matrix) -> str:
     """What was seen, in one cell of a table: tokens, rows, errors, caches, masks."""
     if seen.reason is not None:
         return seen.reason
-    found = [_continued(part, facts) for part in seen.parts if part.tokens]
+    found = [_continued(part, matrix) for part in seen.parts if part.tokens]
     calls = [part for part in seen.parts if not part.tokens and part.error is None]
-    found += [_rows(calls)] if calls else []
+    found += [_together(calls)] if calls else []
     errors = list(dict.fromkeys(seen.errors))
     found += [code(clip(error, 160)) for error in errors[:1]]
     found += [f"{len(errors) - 1} more refused"] if len(errors) > 1 else []
@@ -166,17 +144,17 @@ def _evidence(seen: Seen, facts: Facts) -> str:
     return "; ".join(found).replace("|", "\\|")
 
 
-def _continued(part: Part, facts: Facts) -> str:
+def _continued(part: Part, matrix: Matrix) -> str:
     """The tokens that a step chose, and how far they are right."""
     n = len(part.tokens)
     parted = "all tokens right"
     if part.parted is not None:
         parted = f"token {part.parted + 1} of {n} is the first to differ"
     sigma = f", sigma {part.sigma:.3g} over {part.rows} rows" if part.sigma is not None else ""
-    return f"{part.talk}: {' '.join(facts.tokens(part.tokens))}: {parted}{sigma}"
+    return f"{part.talk}: {' '.join(_tokens(part.tokens, matrix))}: {parted}{sigma}"
 
 
-def _rows(calls: Sequence[Part]) -> str:
+def _together(calls: Sequence[Part]) -> str:
     """Calls that return a row each, together."""
     wrong = sum(part.behaviour == WRONG for part in calls)
     sigma = math.sqrt(sum((part.sigma or 0.0) ** 2 for part in calls) / len(calls))
@@ -189,11 +167,11 @@ def _cell(seen: Seen, *, bold: bool = False) -> str:
     return f"{name}{mark}"
 
 
-def _sentence(seen: Found) -> str:
-    odd = len(surprises(seen))
+def _sentence(matrix: Matrix) -> str:
+    odd = len(matrix.surprises)
     if not odd:
         return "all behaved as documented"
-    return f"{odd} of {len(seen)} did not behave as documented"
+    return f"{odd} of {len(matrix.seen)} did not behave as documented"
 
 
 def _named(system: str) -> str:

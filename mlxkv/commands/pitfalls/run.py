@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxkv.commands.pitfalls import behaviour, page
-from mlxkv.commands.pitfalls.behaviour import Right, Seen
+from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen
 from mlxkv.commands.pitfalls.scenarios import (
     NO,
     OTHER_CACHES,
@@ -26,7 +26,6 @@ from mlxkv.commands.pitfalls.scenarios import (
 from mlxkv.engines import job, machine, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.case import read_case
-from mlxkv.judge.result import plain
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import disk, trace
@@ -36,7 +35,6 @@ from oracle.model import tokenizer
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 from oracle.model.default import is_original
 
-FORMAT = "mlxkv-pitfalls/1"
 PROMPTS = ("The capital of France is", "The capital of Germany is")
 CONTEXT = 2048
 """Tokens whose branches are measured in memory, where the model has twice as many positions."""
@@ -77,84 +75,17 @@ class Request:
         return self.prompt or PROMPTS[0], self.other_prompt or PROMPTS[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What came of every scenario on every system; `comparable` with the page's values or not.
-
-    `seen` is by scenario and system, `rights` by talk, `environments` by system. `branches` are
-    what memory.py measured.
-    """
-
-    checkpoint: Checkpoint
-    scenarios: tuple[Scenario, ...]
-    seen: Mapping[tuple[str, str], Seen]
-    rights: Mapping[str, Right]
-    environments: Mapping[str, Mapping[str, Any]]
-    branches: Mapping[str, Any]
-    comparable: bool
-
-    @property
-    def surprises(self) -> list[tuple[str, str]]:
-        """Where a system did not behave as documented."""
-        return [key for key, seen in self.seen.items() if not seen.documented]
-
-    @property
-    def exit_code(self) -> int:
-        """0 when all behaved as documented, 1 when one did not."""
-        return 1 if self.surprises else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """`mlxkv-pitfalls/1`"""
-        systems: dict[str, dict[str, Any]] = {}
-        for (name, system), seen in self.seen.items():
-            systems.setdefault(name, {})[system] = asdict(seen)
-        value = {
-            "format": FORMAT,
-            "model": {
-                "name": self.checkpoint.name,
-                "source": self.checkpoint.source,
-                "fingerprint": self.checkpoint.fingerprint,
-            },
-            "prompts": {
-                name: {"ids": right.prompt, "generated": right.tokens}
-                for name, right in self.rights.items()
-            },
-            "scenarios": [
-                {"name": s.name, "what": s.what, "systems": systems[s.name], "page": s.page}
-                for s in self.scenarios
-            ],
-            "page_comparable": self.comparable,
-            "surprises": self.surprises,
-            "exit_code": self.exit_code,
-            "branches": {k: v for k, v in self.branches.items() if k != "environment"},
-            "environment": self.environments,
-        }
-        return dict(plain(value))
-
-
 def report(request: Request, *, out: Path, command: str) -> Report:
     """Runs the scenarios on every system."""
     matrix = run(request)
     files = matrix_files(matrix, commands=[command])
-    text = page.console(matrix.scenarios, matrix.seen, report=str(out / "pitfalls.md"))
+    text = page.console(matrix, report=str(out / "pitfalls.md"))
     return Report(files, text, files["pitfalls.json"], matrix.exit_code)
 
 
 def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
     """The report of the scenarios, by file name."""
-    words = tokenizer.load(matrix.checkpoint.folder)
-    facts = page.Facts(
-        model=matrix.checkpoint.name,
-        source=matrix.checkpoint.source,
-        fingerprint=matrix.checkpoint.fingerprint,
-        prompts={name: right.prompt for name, right in matrix.rights.items()},
-        generated={name: right.tokens for name, right in matrix.rights.items()},
-        environments=matrix.environments,
-        branches=matrix.branches,
-        comparable=matrix.comparable,
-        text=(lambda ids: words.decode(list(ids))) if words else (lambda _: ""),
-    )
-    text = page.markdown(facts, matrix.scenarios, matrix.seen, commands=commands)
+    text = page.markdown(matrix, commands=commands)
     return {"pitfalls.json": pretty(matrix.to_json()), "pitfalls.md": text}
 
 
@@ -172,14 +103,18 @@ def run(request: Request) -> Matrix:
     made = scenarios(setting(right=rights["first"].tokens))
     with process.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
+        words = tokenizer.load(checkpoint.folder)
         return Matrix(
-            checkpoint=checkpoint,
+            model=checkpoint.name,
+            source=checkpoint.source,
+            fingerprint=checkpoint.fingerprint,
             scenarios=tuple(made),
             seen=_seen(made, traces, rights),
             rights=rights,
             environments={who: traces["greedy", who].meta.environment for who in SYSTEMS},
             branches=_branches(request, checkpoint, room),
             comparable=is_original(checkpoint),
+            text=(lambda ids: words.decode(list(ids))) if words else (lambda _: ""),
         )
 
 

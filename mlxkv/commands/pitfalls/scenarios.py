@@ -46,114 +46,44 @@ NO: Behaviour = "cannot be expressed"
 class Documented:
     """What is known of one scenario: on T, C, G and L in turn and, where given, on OTHER_CACHES.
 
-    `page` are the values that the page shows, by system. `what` may name values of the setting.
+    `what` may name values of the setting.
     """
 
     name: str
     what: str
     behaviours: tuple[Behaviour, ...]
-    page: Mapping[str, str] = field(default_factory=dict)
 
 
 TABLE = (
-    Documented(
-        "greedy",
-        "the prompt once, then token by token",
-        (RIGHT, RIGHT, RIGHT, RIGHT, RIGHT, RIGHT),
-        {
-            "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in "
-            "France and the capital of the French department of the Espace`",
-            "C": "the same tokens; no way to see the length",
-        },
-    ),
-    Documented(
-        "pos0",
-        "index_pos stays 0 while decoding",
-        (NO, WRONG, REFUSED, NO),
-        {
-            "T": "takes no position",
-            "C": "no error: `7042 28 260 3575 282 4649 28 260 1797 1918 28 260 1797 1918 28 284 "
-            "260 3575 282 4649`",
-        },
-    ),
-    Documented(
-        "cached",
-        "teacher-forced: the prompt, then single tokens",
-        (RIGHT, RIGHT, RIGHT, RIGHT),
-        {"T": "max 8.01e-5 against 24 at once, 20/20", "C": "max 6.25e-5 against no cache, 20/20"},
-    ),
-    Documented(
-        "chunked",
-        "the prompt in {cut} + {rest} tokens, then single ones",
-        (RIGHT, RIGHT, RIGHT, RIGHT),
-        {"T": "4.673e-5 at the prompt's last position", "C": "max 2.909e-5, 20/20"},
-    ),
-    Documented(
-        "mask",
-        "what {rest} new tokens may see after {cut} cached ones",
-        (RIGHT, RIGHT, RIGHT, RIGHT),
-        {"C": "`[[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]`"},
-    ),
+    Documented("greedy", "the prompt once, then token by token", (RIGHT,) * 6),
+    Documented("pos0", "index_pos stays 0 while decoding", (NO, WRONG, REFUSED, NO)),
+    Documented("cached", "teacher-forced: the prompt, then single tokens", (RIGHT,) * 4),
+    Documented("chunked", "the prompt in {cut} + {rest} tokens, then single ones", (RIGHT,) * 4),
+    Documented("mask", "what {rest} new tokens may see after {cut} cached ones", (RIGHT,) * 4),
     Documented(
         "reuse",
         "a second prompt on the used cache, from index_pos 0",
         (WRONG, REFUSED, REFUSED, WRONG, WRONG, WRONG),
-        {
-            "T": "length 48; the first 14 tokens as fresh, the 15th not: ` German state` for "
-            "` Federal Republic`",
-            "C": "`cannot broadcast [5, 5] to [1, 9, 5, 29]`",
-        },
     ),
     Documented(
         "reuse1",
         "a prompt of one token on the used cache, from index_pos 0",
         (WRONG, WRONG, REFUSED, WRONG),
-        {
-            "C": "no error: `3575 282 4649 30 657 314 260 3995 2240 281 1910 411 2155 284 260 1796 "
-            "768 35488 6151 282`; fresh: `198 198 504 1646 288 253 3424 2329 1740 314 288 1464 253 "
-            "2437 284 4798 1380 1786 338 27784`",
-        },
     ),
     Documented(
         "far",
         "one token at position {limit}, the first beyond the model's",
         (RIGHT, REFUSED, REFUSED, NO),
-        {
-            "T": "computes: (1, 1, 49152), finite",
-            "C": "`narrow invalid args start + len > dim_len: [8192, 32], ...`",
-        },
     ),
-    Documented(
-        "branch",
-        "one prefix, cloned, two ends",
-        (RIGHT, RIGHT, RIGHT, RIGHT, RIGHT, RIGHT),
-        {
-            "C": "both equal fresh runs; Germany: `11452 30 11452 314 260 3995 2240 281 4521 284 "
-            "260 3575 282 260 7030 5261 282 4521 30 11452`",
-        },
-    ),
+    Documented("branch", "one prefix, cloned, two ends", (RIGHT,) * 6),
     Documented(
         "crop",
         "a used cache cut back to the common prefix, the second prompt's end after it",
         (RIGHT, NO, RIGHT, RIGHT, WRONG, RIGHT),
     ),
-    Documented(
-        "dtype",
-        "a cache of another dtype than the weights'",
-        (NO, REFUSED, REFUSED, NO),
-        {"T": "not needed", "C": "must be equal, by convention"},
-    ),
-    Documented(
-        "nocache",
-        "use_kv_cache = false: the growing prefix at every step",
-        (RIGHT, RIGHT, RIGHT, RIGHT),
-        {"T": "use_cache=False", "C": "kvs stay empty"},
-    ),
-    Documented(
-        "by_calls",
-        "index_pos counts calls instead of tokens",
-        (NO, WRONG, REFUSED, NO),
-    ),
+    Documented("dtype", "a cache of another dtype than the weights'", (NO, REFUSED, REFUSED, NO)),
+    Documented("nocache", "use_kv_cache = false: the growing prefix at every step", (RIGHT,) * 4),
+    Documented("by_calls", "index_pos counts calls instead of tokens", (NO, WRONG, REFUSED, NO)),
     Documented(
         "quantized",
         "as reuse, where index_pos 0 drops the old cache (candle's quantized_llama)",
@@ -165,6 +95,45 @@ TABLE = (
         (WRONG, WRONG, REFUSED, WRONG),
     ),
 )
+PAGE: dict[str, dict[str, str]] = {
+    "greedy": {
+        "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in "
+        "France and the capital of the French department of the Espace`",
+        "C": "the same tokens; no way to see the length",
+    },
+    "pos0": {
+        "T": "takes no position",
+        "C": "no error: `7042 28 260 3575 282 4649 28 260 1797 1918 28 260 1797 1918 28 284 260 "
+        "3575 282 4649`",
+    },
+    "cached": {
+        "T": "max 8.01e-5 against 24 at once, 20/20",
+        "C": "max 6.25e-5 against no cache, 20/20",
+    },
+    "chunked": {"T": "4.673e-5 at the prompt's last position", "C": "max 2.909e-5, 20/20"},
+    "mask": {"C": "`[[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]`"},
+    "reuse": {
+        "T": "length 48; the first 14 tokens as fresh, the 15th not: ` German state` for "
+        "` Federal Republic`",
+        "C": "`cannot broadcast [5, 5] to [1, 9, 5, 29]`",
+    },
+    "reuse1": {
+        "C": "no error: `3575 282 4649 30 657 314 260 3995 2240 281 1910 411 2155 284 260 1796 768 "
+        "35488 6151 282`; fresh: `198 198 504 1646 288 253 3424 2329 1740 314 288 1464 253 2437 "
+        "284 4798 1380 1786 338 27784`",
+    },
+    "far": {
+        "T": "computes: (1, 1, 49152), finite",
+        "C": "`narrow invalid args start + len > dim_len: [8192, 32], ...`",
+    },
+    "branch": {
+        "C": "both equal fresh runs; Germany: `11452 30 11452 314 260 3995 2240 281 4521 284 260 "
+        "3575 282 260 7030 5261 282 4521 30 11452`",
+    },
+    "dtype": {"T": "not needed", "C": "must be equal, by convention"},
+    "nocache": {"T": "use_cache=False", "C": "kvs stay empty"},
+}
+"""What the page shows of a scenario, by system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +239,7 @@ def scenarios(setting: Setting) -> list[Scenario]:
                 plans=plans,
                 aims=aims,
                 expected=dict(zip(plans, one.behaviours, strict=True)),
-                page=one.page,
+                page=PAGE.get(one.name, {}),
                 cache_dtype="float16" if one.name == "dtype" else None,
                 shows_mask=one.name == "mask",
             )
