@@ -36,7 +36,10 @@ def align(traces: list[Trace]) -> list[Aligned]:
     for a, b in combinations(range(len(traces)), 2):
         of, its = traces[a], traces[b]
         positions = common(of, its)
-        pair, figures = delta.pair(of, its, positions), delta.beside(of, its, positions)
+        pair, figures = (
+            delta.pair(of, its, positions),
+            delta.figures(of, its, plan=of.meta.plan.name, positions=positions),
+        )
         found.append(Aligned(a, b, tuple(positions), pair, figures))
     return found
 
