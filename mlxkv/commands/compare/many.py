@@ -34,7 +34,7 @@ class Overview:
         """`mlxkv-prompts/1`, with the environment of all."""
         runs = self.first.runs
         environment = {runs.engine: runs.environment, "oracle": runs.case.manifest.surroundings}
-        return self.prompts.to_json(list(self.compared)) | {"environment": environment}
+        return self.prompts.to_json() | {"environment": environment}
 
     def files(self, *, commands: Sequence[str]) -> dict[str, str]:
         """Every prompt's in its folder, and the overview last, as it links to them."""
@@ -44,18 +44,16 @@ class Overview:
             for file, text in page.files(one, commands=commands).items()
         }
         found["compare.json"] = pretty(self.to_json())
-        found["compare.md"] = overview.markdown(
-            self.prompts, sides=self.first.sides, commands=commands, folders=list(self.compared)
-        )
+        sides = self.first.sides
+        found["compare.md"] = overview.markdown(self.prompts, sides=sides, commands=commands)
         return found
 
 
 def report(request: Request, source: str, *, out: Path, command: str) -> Report:
     """Runs and judges each prompt of a file, or the built-in ones: a report of each, one of all."""
     found = compare(request, prompts.named(source))
-    ours, theirs, *_ = found.first.sides
-    where = str(out / "compare.md")
-    text = overview.console(found.prompts, sides=(ours, theirs), report=where)
+    where, sides = str(out / "compare.md"), found.first.sides
+    text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
     took = {"took": {name: one.took for name, one in found.compared.items()}}
     files = found.files(commands=[command])

@@ -42,11 +42,10 @@ class Compared:
         return {name: asdict(spent) if spent else None for name, spent in self.runs.took.items()}
 
 
-def console(compared: Compared, report: Path) -> str:
+def console(compared: Compared, out: Path) -> str:
     """What a person reads in the terminal, the third engine's verdict last."""
-    ours, theirs, *_ = compared.sides
-    manifest, third = compared.runs.case.manifest, compared.third
-    text = terminal.console(compared.verdict, manifest, sides=(ours, theirs), report=str(report))
+    manifest, third, where = compared.runs.case.manifest, compared.third, str(out / "compare.md")
+    text = terminal.console(compared.verdict, manifest, sides=compared.sides, report=where)
     if third is None:
         return text
     name, cause = third.subject.engine, phrases.cause(third)

@@ -30,9 +30,8 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
     third = [trace.read(path) for path in candidates]
     with run([request]) as (runs,):
         compared = judged(runs, third)
-        files = page.files(compared, commands=[command])
+    files, text = page.files(compared, commands=[command]), page.console(compared, out)
     value = page.to_json(compared) | {"took": compared.took}
-    text = page.console(compared, out / "compare.md")
     return Report(files, text, pretty(value), compared.exit_code)
 
 
