@@ -134,10 +134,8 @@ def _options(args: Sequence[str], paths: Sequence[str]) -> list[str]:
     return kept
 
 
-@pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that both halves, and all workers of a half, share."""
-    named, base = os.environ.get(_ROOM), tmp_path_factory.getbasetemp()
+def _room(factory: pytest.TempPathFactory) -> Path:
+    named, base = os.environ.get(_ROOM), factory.getbasetemp()
     worker = "PYTEST_XDIST_WORKER" in os.environ
     folder = Path(named) if named else (base.parent if worker else base) / "room"
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,11 +143,17 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torch_python(room: Path) -> Callable[..., list[str]]:
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that both halves, and all workers of a half, share."""
+    return _room(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def torch_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """`torch_python("-m", "oracle", ...)`: a command line for a process with torch, soon there."""
     import warm
 
-    return partial(warm.command, room)
+    return partial(warm.command, _room(tmp_path_factory))
 
 
 @pytest.fixture(autouse=True)

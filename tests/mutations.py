@@ -337,7 +337,7 @@ MUTATIONS = (
         "mlxkv/engines/process.py",
         "if code != 0:",
         "if code > 0:",
-        "tests/mlxkv/test_robust.py tests/mlxkv/test_runtime.py",
+        "tests/mlxkv/test_port_engine.py",
         "mlxkv/engines/job.py",
     ),
     M(
@@ -362,8 +362,9 @@ MUTATIONS = (
         "mlxkv/judge/limits.py",
         "SIGMA = 8.0",
         "SIGMA = 80.0",
-        "tests/mlxkv/test_verdict.py tests/mlxkv/test_behaviour.py",
+        "tests/mlxkv/test_limits.py",
         "mlxkv/judge/verdict.py",
+        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_behaviour.py",
     ),
     M(
         "NaN passes a gate",
@@ -444,8 +445,9 @@ MUTATIONS = (
         "mlxkv/commands/bench.py",
         "tuple(p / o for",
         "tuple(o / p for",
-        "tests/mlxkv/test_cli.py",
+        "tests/mlxkv/test_bench.py",
         "mlxkv/bench.py",
+        was_tests="tests/mlxkv/test_cli.py",
     ),
     M(
         "reports that are a thousand times off still say the same",
@@ -460,7 +462,7 @@ MUTATIONS = (
         "mlxkv/judge/admission.py",
         "if name in found:",
         "if False:",
-        "tests/mlxkv/test_cli.py tests/mlxkv/test_stored.py tests/mlxkv/test_verdict.py",
+        "tests/mlxkv/test_cli.py",
         "mlxkv/judge/case.py",
     ),
     # mlxkv
@@ -505,8 +507,9 @@ MUTATIONS = (
         "mlxkv/commands/bench.py",
         "[[token]]), cache=cache)[0, -1])\n        return [prefilled - begun",
         "[[token]]), cache=cache)[0, -1])\n        return [prefilled + begun",
-        "tests/mlxkv/test_cli.py",
+        "tests/mlxkv/test_bench.py",
         "mlxkv/bench.py",
+        was_tests="tests/mlxkv/test_cli.py",
         drawn=True,
     ),
     M(
