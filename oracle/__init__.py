@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Python answers an interrupt of these imports with a traceback, and typing's own TYPE_CHECKING would
-# be a fifth of that time.
+# Python answers an interrupt during these imports with a traceback. Importing typing for its own
+# TYPE_CHECKING would make that time a fifth longer.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,4 @@
-"""Arrays in safetensors files of ours: mapped into memory when read, filled in place when written."""
+"""Arrays in safetensors files of ours: mapped into memory to be read, or to be filled in place."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _ARRAYS = {"logits": ("fF", 2), "positions": ("i", 1), "steps": ("i", 1)}  # kin
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of one step: the tokens that a greedy step chose, or the error's text, or neither.
+    """What became of one step: the tokens that a greedy step chose, or an error's text, or neither.
 
     A step with an error was `refused`, or it `cannot be expressed`: the engine has no such call.
     """
@@ -62,10 +62,10 @@ class Meta:
     """Where a trace comes from.
 
     `fingerprint` and `config_digest` name the weights and the config (None: not declared by the
-    file's author). `dtype` is the dtype computed in; `weights_dtype` the one that the stored weights
-    were rounded to first, which differs only in float64 runs. `environment` holds host, versions,
-    threads and precision flags, as text to show. `no_cache` says why the keys and values of a cache
-    are missing ("" where none are).
+    file's author). `dtype` is the dtype computed in; `weights_dtype` the one that the stored
+    weights were rounded to first, which differs only in float64 runs. `environment` holds host,
+    versions, threads and precision flags, as text to show. `no_cache` says why the keys and values
+    of a cache are missing ("" if none are).
     """
 
     plan: Plan

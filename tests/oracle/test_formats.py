@@ -1,4 +1,4 @@
-"""The formats: values are read strictly, a fault is named by its key, and whatever changes is seen."""
+"""The formats: values are read strictly, a fault is named by its key, a change is seen."""
 
 from __future__ import annotations
 
