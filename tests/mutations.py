@@ -381,6 +381,7 @@ MUTATIONS = (
         "if False:",
         "tests/mlxkv/test_verdict.py",
         "mlxkv/judge/case.py",
+        was_find="if meta.fingerprint is not None and meta.fingerprint != manifest.fingerprint:",
     ),
     M(
         "a position without a row is not missed",
@@ -406,6 +407,8 @@ MUTATIONS = (
         "(self.verdict,)",
         "tests/mlxkv/test_cli.py",
         "mlxkv/reporting.py",
+        was_find="*([self.third] if self.third else [])",
+        was_put="*[]",
     ),
     M(
         "a report hides why nothing could be told",
@@ -481,6 +484,7 @@ MUTATIONS = (
         "beside = []",
         "tests/mlxkv/test_prompts.py tests/mlxkv/test_cli.py",
         "mlxkv/cli.py",
+        was_find="beside = [typed[name] for name in others if name in typed]",
     ),
     # Drawn by `--draw`. One that it drew is left out, as nothing but the width of a wide terminal's
     # help depends on it: 110 or 111.
@@ -555,6 +559,8 @@ MUTATIONS = (
         "if True:\n        return None\n    left",
         "tests/mlxkv/test_neighbour.py",
         "mlxkv/judge/mean.py",
+        was_find="if case.has_truth:\n        return []",
+        was_put="if True:\n        return None",
         drawn=True,
     ),
     M(

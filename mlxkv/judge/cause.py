@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mlxkv.judge import measure
@@ -38,14 +37,17 @@ class Suspect:
     truth: Trace
 
 
-class _Entry(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     name: str
     words: str
     file: str
     sha256: str
 
 
-class _List(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _List:
+    inputs: str
     fingerprint: str
     suspects: list[_Entry]
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from oracle.formats import strict_json
 from oracle.formats.disk import write_text
@@ -21,7 +20,8 @@ FORMAT = "mlxkv-power/1"
 MEASURED = Path(__file__).with_name("power.json")
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _File:
     dtypes: dict[str, Any]
 
 

@@ -19,6 +19,7 @@ from mlxkv.commands.selftest import run as selftesting
 from mlxkv.commands.selftest.faults import FAULTS
 from oracle.formats import disk
 from oracle.formats.errors import Refusal
+from oracle.model import default
 
 
 def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
@@ -203,7 +204,7 @@ def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
 ) -> None:
     assert "on the page" not in next(reports.glob("*/*/compare.md")).read_text()
     weights = folder_of("gqa") / "model.safetensors"
-    monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, disk.sha256(weights)))
+    monkeypatch.setattr(default, "ORIGINAL", (weights.stat().st_size, disk.sha256(weights)))
     list(parts.write(tmp_path, only=["compare"]))
     lines = next(tmp_path.glob("*/*/compare.md")).read_text().splitlines()
     (row,) = [
