@@ -179,10 +179,9 @@ def compare(
     beside = [name for name, value in of_one.items() if value is not None]
     beside += ["--candidate"] if candidates else []
     if beside:
-        raise Refusal(
-            f"--prompts and {' and '.join(beside)}: expected --prompts alone, "
-            "as each prompt has its own; leave one side out"
-        )
+        what = "expected --prompts alone, as each prompt has its own"
+        where = f"--prompts and {' and '.join(beside)}"
+        raise Refusal(what, where=where, remedy="leave one side out")
     return partial(many.report, _request(**options), prompts)
 
 
@@ -388,9 +387,8 @@ def _request(
             prompt = prompt_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             why = " ".join(str(error).split())
-            raise Refusal(
-                f"{prompt_file}: cannot be read as UTF-8 text ({why}); check the path"
-            ) from error
+            what = f"cannot be read as UTF-8 text ({why})"
+            raise Refusal(what, where=prompt_file, remedy="check the path") from error
     return Request(prompt=prompt, tokens=tokens, **rest)
 
 
@@ -406,9 +404,8 @@ def _print(text: str) -> None:
     except OSError as error:
         # What is left in the buffer would fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise Refusal(
-            f"standard output: cannot be written ({error.strerror}); give it somewhere to go"
-        ) from error
+        what, remedy = f"cannot be written ({error.strerror})", "give it somewhere to go"
+        raise Refusal(what, where="standard output", remedy=remedy) from error
 
 
 def invoke(arguments: Sequence[str]) -> int:

@@ -101,6 +101,11 @@ class Tables:
     chunked: tuple[Pair, ...] = ()
 
 
+def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple[Figures, ...]:
+    """The figures of runs, by plan, against the truth, whose `rows` these are."""
+    return tuple(figures(run, case.truth, rows, plan=plan) for plan, run in runs.items())
+
+
 def figures(
     a: Trace,
     b: Trace,
@@ -162,14 +167,11 @@ def pair(
     Raises a Refusal where either lacks a position, or where their vocabularies differ.
     """
     if len(positions) == 0:
-        raise Refusal(f"{a.label}: no positions to compare, expected one or more")
-    if a.logits.shape[1] != b.logits.shape[1]:
-        raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, "
-            f"expected {b.logits.shape[1]} as {b.label}"
-        )
+        raise Refusal("no positions to compare, expected one or more", where=a.label)
+    vocab, expected = a.logits.shape[1], b.logits.shape[1]
+    if vocab != expected:
+        raise Refusal(f"vocabulary is {vocab}, expected {expected} as {b.label}", where=a.label)
     rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    vocab = a.logits.shape[1]
     row_max, squares, equal, largest = np.empty(len(positions)), 0.0, 0, [0.0]
     with np.errstate(invalid="ignore", over="ignore"):
         for part in blocks(len(positions), vocab):

@@ -76,13 +76,12 @@ def markdown(
     `third` are the pairs of `delta.three_way` with a third engine, whose own verdict is `other`.
     `page_values` puts the article's values beside ours.
     """
-    ours, model = verdict.subject.engine, phrases.model(manifest)
-    said = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
-    values = _PAGE if page_values else {}
+    ours, values = verdict.subject.engine, _PAGE if page_values else {}
+    beside = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
     parts = [
-        [f"# {ours} against transformers: {model}, {manifest.dtype}"],
+        [f"# {ours} against transformers: {phrases.model(manifest)}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
-        [f"- {line}" for line in said if line],
+        [f"- {line}" for line in beside if line],
         _gates(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
