@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oracle.formats import exits
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     from mlxkv.commands.compare.ask import Request
@@ -386,8 +386,7 @@ def _request(
         try:
             prompt = prompt_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
-            why = " ".join(str(error).split())
-            what = f"cannot be read as UTF-8 text ({why})"
+            what = f"cannot be read as UTF-8 text ({one_line(error)})"
             raise Refusal(what, where=prompt_file, remedy="check the path") from error
     return Request(prompt=prompt, tokens=tokens, **rest)
 

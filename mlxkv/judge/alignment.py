@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from mlxkv.judge import delta
+from mlxkv.judge.measure import truth_rows
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Feed
 from oracle.formats.trace import Trace
@@ -37,10 +38,8 @@ def align(traces: list[Trace]) -> list[Aligned]:
     for a, b in combinations(range(len(traces)), 2):
         of, its = traces[a], traces[b]
         positions = common(of, its)
-        pair, figures = (
-            delta.pair(of, its, positions),
-            delta.figures(of, its, plan=of.meta.plan.name, positions=positions),
-        )
+        pair, rows = delta.pair(of, its, positions), truth_rows(its)
+        figures = delta.figures(of, its, rows, plan=of.meta.plan.name, positions=positions)
         found.append(Aligned(a, b, tuple(positions), pair, figures))
     return found
 

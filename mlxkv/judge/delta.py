@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of, truth_rows
+from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of
 from oracle.formats.errors import Refusal
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -107,20 +107,14 @@ def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple
 
 
 def figures(
-    a: Trace,
-    b: Trace,
-    rows: TruthRows | None = None,
-    *,
-    plan: str,
-    positions: Sequence[int] | None = None,
+    a: Trace, b: Trace, rows: TruthRows, *, plan: str, positions: Sequence[int] | None = None
 ) -> Figures:
-    """The figures of run `a`, named `plan`, with `b` in the truth's place.
+    """The figures of run `a`, named `plan`, with `b` in the truth's place, whose `rows` these are.
 
-    Over `positions`, or all of a's; a Refusal where either lacks one of them. `rows` are those of
-    b, where they are known already.
+    Over `positions`, or all of a's; a Refusal where either lacks one of them.
     """
     positions = sorted(a.positions.tolist()) if positions is None else positions
-    rows_a, rows_b, rows = rows_of(a, positions), rows_of(b, positions), rows or truth_rows(b)
+    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
     vocab, count = a.logits.shape[1], len(positions)
     squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0

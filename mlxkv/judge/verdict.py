@@ -56,8 +56,7 @@ def judge(
     exact_runs, exact_refused = admit(case, exact, "float64")
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
     gates, doubts = _gates(yardstick, measures, runs, exact_runs)
-    odd = engine_reasons([*runs.values(), *exact_runs.values()])
-    reasons = trusted.reasons + refused + exact_refused + odd + doubts
+    reasons = trusted.reasons + refused + exact_refused + doubts
     if not candidates and not exact:
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
     outcome = _outcome(gates, reasons, trusted)
@@ -107,7 +106,8 @@ def _gates(
         gates += logit_gates(yardstick, plan, run)
         doubts += _too_near(yardstick, plan, run)
     of_cache, odd = cache_gates(yardstick, runs.get("step"))
-    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts + odd
+    doubts = engine_reasons([*runs.values(), *exact.values()]) + doubts + odd
+    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts
 
 
 def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:

@@ -77,11 +77,10 @@ def markdown(
     `page_values` puts the article's values beside ours.
     """
     ours, values = verdict.subject.engine, _PAGE if page_values else {}
-    beside = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
     parts = [
         [f"# {ours} against transformers: {phrases.model(manifest)}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
-        [f"- {line}" for line in beside if line],
+        _lines(verdict),
         _gates(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
@@ -110,6 +109,11 @@ def to_json(
         "prompt": manifest.prompt,
         "environment": plain(dict(environments)),
     }
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    lines = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
+    return [f"- {line}" for line in lines if line]
 
 
 def _gates(verdict: Verdict) -> list[str]:
