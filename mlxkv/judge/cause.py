@@ -21,7 +21,7 @@ from mlxkv.judge.gates import pooled
 from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.result import Cause
 from oracle.formats import strict_json
-from oracle.formats.disk import sha256
+from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace, read
 
@@ -84,7 +84,7 @@ def read_suspects(folder: Path, fingerprint: str) -> list[Suspect]:
         what = f"of weights {found.fingerprint[:16]}, expected {fingerprint[:16]}"
         raise Refusal(what, **how)
     for entry in found.suspects:
-        if sha256(folder / entry.file) != entry.sha256:
+        if hash_once(folder / entry.file) != entry.sha256:
             raise Refusal(f"sha256 of {entry.file} is another than the one listed", **how)
     return [Suspect(one.name, one.words, read(folder / one.file)) for one in found.suspects]
 
