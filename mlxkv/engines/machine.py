@@ -65,16 +65,20 @@ def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, An
     mx = require_mlx()
     used = _choose(mx, device)
     mx.set_default_device(mx.gpu if used == "gpu" else mx.cpu)
-    return host() | {
-        "mlx": version("mlx"),
-        "device": used,
-        "device_name": str(mx.device_info().get("device_name", ""))
-        if used == "gpu"
-        else cpu_name(),
-        "blas": blas,
-        "threads": threads,
-        "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
-    }
+    return (
+        host()
+        | {
+            "mlx": version("mlx"),
+            "device": used,
+            "device_name": str(mx.device_info().get("device_name", ""))
+            if used == "gpu"
+            else cpu_name(),
+            "blas": blas,
+            "threads": threads,
+            "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+        }
+        | kernels()
+    )
 
 
 def has(package: str) -> bool:
@@ -173,6 +177,27 @@ def _found_blas() -> list[tuple[str, str]]:
         for pattern in patterns
         for path in sorted(glob.glob(pattern))
     ]
+
+
+def kernels() -> dict[str, str]:
+    """The newest instructions that numpy found here, and what the loaded BLAS chose kernels for.
+
+    Machines that call their CPU alike may differ in both, and then in the order of their sums.
+    A BLAS that does not tell is left out.
+    """
+    import numpy as np
+
+    simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    known = [*simd.get("baseline", []), *simd.get("found", [])]
+    found = {"cpu_capability": known[-1]} if known else {}
+    loaded = ctypes.CDLL(None)  # what `load_blas` made visible to the whole process
+    if hasattr(loaded, "bli_arch_query_id"):
+        loaded.bli_arch_string.restype = ctypes.c_char_p
+        found["blas_kernel"] = loaded.bli_arch_string(loaded.bli_arch_query_id()).decode()
+    elif hasattr(loaded, "openblas_get_corename"):
+        loaded.openblas_get_corename.restype = ctypes.c_char_p
+        found["blas_kernel"] = loaded.openblas_get_corename().decode()
+    return found
 
 
 def host() -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
+from command import mlxkv
 
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.pitfalls.scenarios import OTHER_CACHES, SYSTEMS
@@ -34,19 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--device",
         "cpu",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "mlxkv",
-        "pitfalls",
-        str(model),
-        *given,
-        "--ignore-key",
-        "surprise",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = mlxkv("pitfalls", model, *given, "--ignore-key", "surprise", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         done.stdout.splitlines()[-1]
@@ -126,9 +113,8 @@ def test_a_clone_costs_nothing_at_birth_and_one_copy_at_its_first_write(made: Pa
     ],
 )
 def test_prompts_of_two_kinds_are_refused(options: dict[str, Any], said: str) -> None:
-    none: dict[str, Any] = dict.fromkeys(("prompt", "other_prompt", "tokens", "other_tokens"))
     with pytest.raises(Refusal, match=said):
-        pitfalls.requested(**none | options)
+        pitfalls.Request(**options)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +134,9 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
     said: str,
 ) -> None:
     monkeypatch.setattr(pitfalls, "_right", lambda *_: pytest.fail("the oracle was asked"))
+    tokens, other = ids or (None, None)
+    request = pitfalls.Request(
+        model=str(folder_of("gqa")), tokens=tokens, other_tokens=other, steps=steps
+    )
     with pytest.raises(Refusal, match=said):
-        pitfalls.run(pitfalls.Request(model=str(folder_of("gqa")), ids=ids, steps=steps))
+        pitfalls.run(request)
