@@ -75,14 +75,17 @@ MUTATIONS = (
     M(
         "an unknown key of a plan is accepted",
         "oracle/formats/plan.py",
-        "unknown = sorted(set(map(str, value)) - keys)",
-        "unknown = sorted(set())",
-        "tests/oracle/test_robust.py",
+        "forbid_unknown_fields=True, tag_field",
+        "forbid_unknown_fields=False, tag_field",
+        "tests/oracle/test_formats.py",
         "oracle/plan.py",
+        was_find="unknown = sorted(set(map(str, value)) - keys)",
+        was_put="unknown = sorted(set())",
+        was_tests="tests/oracle/test_robust.py",
     ),
     M(
         "JSON may name a key twice",
-        "oracle/formats/strict.py",
+        "oracle/formats/strict_json.py",
         "if key in made:",
         "if False:",
         "tests/oracle/test_fuzz.py tests/oracle/test_checkpoint.py",
@@ -91,7 +94,7 @@ MUTATIONS = (
     M(
         "a file is written in place and not renamed when whole",
         "oracle/formats/disk.py",
-        "yield made\n            made.replace(path)",
+        "yield made\n        made.replace(path)",
         "yield path",
         "tests/oracle/test_robust.py tests/mlxkv/test_cache_file.py",
         "oracle/trace.py",
@@ -99,13 +102,11 @@ MUTATIONS = (
     ),
     M(
         "a trace's tensors may overlap",
-        "oracle/formats/trace.py",
-        "start != end\n            or stop - start",
-        "stop - start",
+        "oracle/formats/header.py",
+        "if start != end or",
+        "if",
         "tests/oracle/test_robust.py",
         "oracle/trace.py",
-        was_find="if start != end or",
-        was_put="if",
     ),
     M(
         "a refusal ends with 1, which means that engines differ",
@@ -359,7 +360,7 @@ MUTATIONS = (
     # mlxkv/judge
     M(
         "sigma's limit is ten times too wide",
-        "mlxkv/judge/verdict.py",
+        "mlxkv/judge/limits.py",
         "SIGMA = 8.0",
         "SIGMA = 80.0",
         "tests/mlxkv/test_limits.py",
@@ -376,15 +377,16 @@ MUTATIONS = (
     ),
     M(
         "a trace of other weights is measured",
-        "mlxkv/judge/case.py",
-        "if meta.fingerprint is not None and meta.fingerprint != manifest.fingerprint:",
+        "mlxkv/judge/admission.py",
+        "if meta.fingerprint not in (None, manifest.fingerprint):",
         "if False:",
         "tests/mlxkv/test_verdict.py",
         "mlxkv/judge/case.py",
+        was_find="if meta.fingerprint is not None and meta.fingerprint != manifest.fingerprint:",
     ),
     M(
         "a position without a row is not missed",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "if missing:",
         "if False:",
         "tests/mlxkv/test_verdict.py",
@@ -401,11 +403,13 @@ MUTATIONS = (
     # mlxkv/report
     M(
         "a candidate that differs does not count",
-        "mlxkv/commands/compare/run.py",
-        "*([self.third] if self.third else [])",
-        "",
+        "mlxkv/commands/compare/page.py",
+        "(self.verdict, self.third)",
+        "(self.verdict,)",
         "tests/mlxkv/test_cli.py",
         "mlxkv/reporting.py",
+        was_find="*([self.third] if self.third else [])",
+        was_put="*[]",
     ),
     M(
         "a report hides why nothing could be told",
@@ -464,7 +468,7 @@ MUTATIONS = (
     ),
     M(
         "a judgement of stored traces takes two of one plan",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "if name in found:",
         "if False:",
         "tests/mlxkv/test_cli.py",
@@ -482,10 +486,11 @@ MUTATIONS = (
     M(
         "an option of one sequence is dropped beside --prompts",
         "mlxkv/cli.py",
-        "beside = [typed[name] for name in others if name in typed]",
+        "beside = [name for name, value in of_one.items() if value is not None]",
         "beside = []",
         "tests/mlxkv/test_prompts.py tests/mlxkv/test_cli.py",
         "mlxkv/cli.py",
+        was_find="beside = [typed[name] for name in others if name in typed]",
     ),
     # Drawn by `--draw`. One that it drew is left out, as nothing but the width of a wide terminal's
     # help depends on it: 110 or 111.
@@ -521,7 +526,7 @@ MUTATIONS = (
     ),
     M(
         "the truth's keys may be missing in one layer",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "pair is None or pair[0].shape",
         "pair is None and pair[0].shape",
         "tests/mlxkv/test_verdict.py",
@@ -560,11 +565,13 @@ MUTATIONS = (
     ),
     M(
         "nobody is told that there is no truth",
-        "mlxkv/judge/mean.py",
-        "if case.has_truth:\n        return []",
-        "if True:\n        return None",
+        "mlxkv/judge/notes.py",
+        "if case.has_truth:\n        return None\n    left",
+        "if True:\n        return None\n    left",
         "tests/mlxkv/test_neighbour.py",
         "mlxkv/judge/mean.py",
+        was_find="if case.has_truth:\n        return []",
+        was_put="if True:\n        return None",
         drawn=True,
     ),
     M(

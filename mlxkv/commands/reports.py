@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.commands import diff
-from mlxkv.commands.compare import many, prompts
+from mlxkv.commands.compare import many, page, prompts
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
@@ -44,25 +45,25 @@ class Made:
 def _compare(device: str, third: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare", f"{COMMAND} --only compare"]
     with comparing.run([Request(device=device)]) as (runs,):
-        return _compared(comparing.judged(runs, third, commands=commands), "")
+        return _compared(comparing.judged(runs, third), "", commands)
 
 
 def _long(device: str, _: Sequence[trace.Trace]) -> Made:
-    compared = many.long(Request(device=device), commands=[f"{COMMAND} --only long"])
-    return _compared(compared, "long/")
+    return _compared(many.long(Request(device=device)), "long/", [f"{COMMAND} --only long"])
 
 
-def _compared(compared: comparing.Compared, place: str) -> Made:
-    files = {f"{place}{name}": text for name, text in compared.files.items()}
-    return Made(compared.case.manifest.name, compared.environment, files)
+def _compared(compared: Compared, place: str, commands: Sequence[str]) -> Made:
+    files = page.files(compared, commands=commands).items()
+    runs, named = compared.runs, {f"{place}{name}": text for name, text in files}
+    return Made(runs.case.manifest.name, runs.environment, named)
 
 
 def _prompts(device: str, _: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare --prompts builtin", f"{COMMAND} --only prompts"]
-    overview = many.compare(Request(device=device), prompts.builtin(), commands=commands)
-    first = overview.compared[0]
-    files = {f"prompts/{name}": text for name, text in overview.files.items()}
-    return Made(first.case.manifest.name, first.environment, files)
+    overview = many.compare(Request(device=device), prompts.builtin())
+    runs, files = overview.first.runs, overview.files(commands=commands).items()
+    named = {f"prompts/{name}": text for name, text in files}
+    return Made(runs.case.manifest.name, runs.environment, named)
 
 
 def _pitfalls(device: str, _: Sequence[trace.Trace]) -> Made:

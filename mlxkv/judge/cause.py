@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from mlxkv.judge import measure
@@ -20,7 +20,8 @@ from mlxkv.judge.floors import Floors, logit_floors
 from mlxkv.judge.gates import pooled
 from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.result import Cause
-from oracle.formats.disk import sha256
+from oracle.formats import strict_json
+from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace, read
 
@@ -36,15 +37,17 @@ class Suspect:
     truth: Trace
 
 
-class _Entry(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     name: str
     words: str
     file: str
     sha256: str
 
 
-class _List(msgspec.Struct):
-    format: str
+@dataclass(frozen=True, slots=True)
+class _List:
+    inputs: str
     fingerprint: str
     suspects: list[_Entry]
 
@@ -74,22 +77,15 @@ def find(case: Case, candidates: Mapping[str, Trace], suspects: Sequence[Suspect
 def read_suspects(folder: Path, fingerprint: str) -> list[Suspect]:
     """The suspects of the weights of that fingerprint; a Refusal if the folder is not whole."""
     path = folder / "suspects.json"
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=_List)
-    except (OSError, msgspec.MsgspecError) as error:
-        why = " ".join(str(error).split())
-        raise Refusal(f"{path}: not a list of suspects ({why}); have it made again") from error
-    if (found.format, found.fingerprint) != (FORMAT, fingerprint):
-        raise Refusal(
-            f"{path}: format {found.format!r} of weights {found.fingerprint[:16]}, "
-            f"expected {FORMAT!r} of {fingerprint[:16]}; have it made again"
-        )
+    how: dict[str, Any] = {"where": path, "remedy": "have the folder made again"}
+    value = strict_json.read(path, remedy=how["remedy"])
+    found = strict_json.typed(strict_json.of_format(value, FORMAT, **how), _List, **how)
+    if found.fingerprint != fingerprint:
+        what = f"of weights {found.fingerprint[:16]}, expected {fingerprint[:16]}"
+        raise Refusal(what, **how)
     for entry in found.suspects:
-        file = folder / entry.file
-        if sha256(file) != entry.sha256:
-            raise Refusal(
-                f"{file}: sha256 differs from the one in suspects.json; have the folder made again"
-            )
+        if hash_once(folder / entry.file) != entry.sha256:
+            raise Refusal(f"sha256 of {entry.file} is another than the one listed", **how)
     return [Suspect(one.name, one.words, read(folder / one.file)) for one in found.suspects]
 
 

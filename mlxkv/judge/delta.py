@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, blocks, in_order, rows_of, truth_rows
+from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of
 from oracle.formats.errors import Refusal
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -101,39 +101,34 @@ class Tables:
     chunked: tuple[Pair, ...] = ()
 
 
-def figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str) -> Figures:
-    """The figures of a run of the judged plan of that name; `rows` are those of the truth."""
-    order, positions, _ = in_order(trace)
-    return _figures(trace, truth, rows, plan=plan, order=order, positions=positions)
+def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple[Figures, ...]:
+    """The figures of runs, by plan, against the truth, whose `rows` these are."""
+    return tuple(figures(run, case.truth, rows, plan=plan) for plan, run in runs.items())
 
 
-def beside(a: Trace, b: Trace, positions: Sequence[int]) -> Figures:
-    """The same of any two runs over `positions`, with b in the truth's place.
-
-    Raises a Refusal where either lacks a position.
-    """
-    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    return _figures(a, b, truth_rows(b), plan=a.meta.plan.name, order=rows_a, positions=rows_b)
-
-
-def _figures(
-    trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: Array, positions: Array
+def figures(
+    a: Trace, b: Trace, rows: TruthRows, *, plan: str, positions: Sequence[int] | None = None
 ) -> Figures:
-    """`order` are rows of the trace, `positions` those rows of the truth that stand beside them."""
-    vocab, count = trace.logits.shape[1], len(order)
+    """The figures of run `a`, named `plan`, with `b` in the truth's place, whose `rows` these are.
+
+    Over `positions`, or all of a's; a Refusal where either lacks one of them.
+    """
+    positions = sorted(a.positions.tolist()) if positions is None else positions
+    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
+    vocab, count = a.logits.shape[1], len(positions)
     squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for part in blocks(count, vocab):
-            x = trace.logits[order[part]].astype(np.float64)
-            t = truth.logits[positions[part]].astype(np.float64)
+            x = a.logits[rows_a[part]].astype(np.float64)
+            t = b.logits[rows_b[part]].astype(np.float64)
             e = x - t
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
                 squares[name] += float(np.einsum("rv,rv->", u, w))
             largest.append(float(np.abs(e).max()))
             kl += float(_kl(t, e).sum())
-            top1 += int((x.argmax(1) == rows.best[positions[part]]).sum())
-            top5 += _same_five(x, rows.five[positions[part]])
+            top1 += int((x.argmax(1) == rows.best[rows_b[part]]).sum())
+            top5 += _same_five(x, rows.five[rows_b[part]])
         norms = np.sqrt(squares["t"]) * np.sqrt(squares["x"])
         return Figures(
             plan=plan,
@@ -166,14 +161,11 @@ def pair(
     Raises a Refusal where either lacks a position, or where their vocabularies differ.
     """
     if len(positions) == 0:
-        raise Refusal(f"{a.label}: no positions to compare, expected one or more")
-    if a.logits.shape[1] != b.logits.shape[1]:
-        raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, "
-            f"expected {b.logits.shape[1]} as {b.label}"
-        )
+        raise Refusal("no positions to compare, expected one or more", where=a.label)
+    vocab, expected = a.logits.shape[1], b.logits.shape[1]
+    if vocab != expected:
+        raise Refusal(f"vocabulary is {vocab}, expected {expected} as {b.label}", where=a.label)
     rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    vocab = a.logits.shape[1]
     row_max, squares, equal, largest = np.empty(len(positions)), 0.0, 0, [0.0]
     with np.errstate(invalid="ignore", over="ignore"):
         for part in blocks(len(positions), vocab):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,8 +42,8 @@ class Prompts:
         """Those that every prompt covers."""
         return tuple(s for s in SCOPES if all(s in v.scopes for v in self.verdicts.values()))
 
-    def to_json(self, folders: Sequence[str]) -> dict[str, Any]:
-        """`mlxkv-prompts/1`: each verdict's main figures, and the folder where all of it is."""
+    def to_json(self) -> dict[str, Any]:
+        """`mlxkv-prompts/1`: each verdict's main figures; all of it is in the folder named."""
         about = asdict(self.verdicts[self.worst].subject)
         for of_one in ("tokens", "prompt_tokens"):
             del about[of_one]
@@ -57,8 +56,8 @@ class Prompts:
             "worst": self.worst,
             "subject": about,
             "prompts": [
-                {"name": name, "folder": folder} | _figures(verdict)
-                for (name, verdict), folder in zip(self.verdicts.items(), folders, strict=True)
+                {"name": name, "folder": name} | _figures(verdict)
+                for name, verdict in self.verdicts.items()
             ],
         }
         return dict(plain(value))

@@ -9,34 +9,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle.formats import strict_json
 from oracle.formats.disk import write_text
-from oracle.formats.errors import Refusal
 
 FORMAT = "mlxkv-power/1"
 MEASURED = Path(__file__).with_name("power.json")
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    dtypes: dict[str, Any]
+
+
 def read(path: Path = MEASURED) -> dict[str, Any]:
     """The measurements by dtype; a Refusal where the file is not one."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Refusal(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); "
-            "make it with `mlxkv selftest --power`"
-        ) from error
-    if (
-        not isinstance(value, dict)
-        or value.get("format") != FORMAT
-        or not isinstance(value.get("dtypes"), dict)
-    ):
-        raise Refusal(
-            f"{path}: expected {FORMAT!r} with dtypes; make it with `mlxkv selftest --power`"
-        )
-    return dict(value["dtypes"])
+    remedy = "make it with `mlxkv selftest --power`"
+    value = strict_json.read(path, remedy=remedy)
+    given = strict_json.of_format(value, FORMAT, where=path, remedy=remedy)
+    return strict_json.typed(given, _File, where=path, remedy=remedy).dtypes
 
 
 def write(
@@ -46,16 +40,11 @@ def write(
 
     `models` have a `fingerprint`, the number of `faults` and the names of those `unseen`.
     """
-    dtypes = (read(path) if path.exists() else {}) | {
-        dtype: {"limits": dict(limits), "models": models}
-    }
-    write_text(
-        path,
-        json.dumps(
-            {"format": FORMAT, "dtypes": dtypes}, indent=1, sort_keys=True, ensure_ascii=False
-        )
-        + "\n",
-    )
+    dtypes = read(path) if path.exists() else {}
+    dtypes[dtype] = {"limits": dict(limits), "models": models}
+    value = {"format": FORMAT, "dtypes": dtypes}
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)
+    write_text(path, f"{text}\n")
 
 
 def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -> str | None:

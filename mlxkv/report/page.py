@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mlxkv.judge.delta import Figures, Key, Pair, Run
 from mlxkv.judge.result import Verdict, plain
 from mlxkv.report import phrases
 from mlxkv.report.phrases import Side
-from mlxkv.report.text import (
-    clip,
-    code,
-    gate_cells,
-    markdown_table,
-    number,
-    quoted,
-    side_by_side,
-)
+from mlxkv.report.text import clip, code, gate_cells, markdown_table, number, quoted, side_by_side
 from oracle.formats.run_folder import Manifest
 
 _PAIRS = ("a", "b", "max abs delta", "first", "last", "rms", "top-1", "max abs b")
@@ -67,21 +58,13 @@ _MEAN_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """The greedy tokens after the prompt."""
-
-    ids: tuple[int, ...]
-    text: str | None
-
-
 def markdown(
     verdict: Verdict,
     manifest: Manifest,
     *,
     sides: Sequence[Side],
     commands: Sequence[str],
-    continuation: Continuation | None = None,
+    continuation: tuple[Sequence[int], str | None] | None = None,
     svg: str | None = None,
     third: Sequence[Pair] = (),
     other: Verdict | None = None,
@@ -89,16 +72,15 @@ def markdown(
 ) -> str:
     """The page.
 
+    `continuation` are the greedy tokens after the prompt, and their text.
     `third` are the pairs of `delta.three_way` with a third engine, whose own verdict is `other`.
     `page_values` puts the article's values beside ours.
     """
-    ours, model = verdict.subject.engine, phrases.model(manifest)
-    said = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
-    values = _PAGE if page_values else {}
+    ours, values = verdict.subject.engine, _PAGE if page_values else {}
     parts = [
-        [f"# {ours} against transformers: {model}, {manifest.dtype}"],
+        [f"# {ours} against transformers: {phrases.model(manifest)}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
-        [f"- {line}" for line in said if line],
+        _lines(verdict),
         _gates(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
@@ -129,6 +111,11 @@ def to_json(
     }
 
 
+def _lines(verdict: Verdict) -> list[str]:
+    lines = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
+    return [f"- {line}" for line in lines if line]
+
+
 def _gates(verdict: Verdict) -> list[str]:
     if not verdict.gates:
         return []
@@ -143,11 +130,7 @@ def _gates(verdict: Verdict) -> list[str]:
 
 
 def _pairs(
-    title: str,
-    what: str,
-    pairs: Sequence[Pair],
-    ours: str,
-    values: Mapping[tuple[Key, Key], str],
+    title: str, what: str, pairs: Sequence[Pair], ours: str, values: Mapping[tuple[Key, Key], str]
 ) -> list[str]:
     """A table of pairs; where there are `values` of the article's, they stand beside ours."""
     if not pairs:
@@ -178,13 +161,13 @@ def _other(other: Verdict | None) -> list[str]:
     return [line + (f" It {phrases.cause(other)}." if other.cause else "")]
 
 
-def _tokens(manifest: Manifest, continuation: Continuation | None) -> list[str]:
+def _tokens(manifest: Manifest, continuation: tuple[Sequence[int], str | None] | None) -> list[str]:
     rows = [
         _sequence("prompt", phrases.prompt(manifest), manifest.tokens[: manifest.prompt_tokens])
     ]
     if continuation is not None:
-        text = quoted(continuation.text) if continuation.text is not None else None
-        rows.append(_sequence("generated", text, continuation.ids))
+        ids, text = continuation
+        rows.append(_sequence("generated", None if text is None else quoted(text), ids))
     return ["## Tokens", "", *markdown_table(("", "text", "ids"), rows, left={0, 1, 2})]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlxkv.judge.result import Verdict
 from mlxkv.report import phrases
 from mlxkv.report.phrases import Side
@@ -14,11 +16,10 @@ _MOST_PROMPT = 42
 
 
 def console(
-    verdict: Verdict, manifest: Manifest, *, sides: tuple[Side, Side], report: str | None = None
+    verdict: Verdict, manifest: Manifest, *, sides: Sequence[Side], report: str | None = None
 ) -> str:
-    """What `compare` prints; `report` is where the Markdown went."""
-    ours, theirs = sides
-    engines = f"{ours.headline} vs {theirs.headline}"
+    """What `compare` prints, of the engine's side and the oracle's; `report` names the Markdown."""
+    engines = f"{sides[0].headline} vs {sides[1].headline}"
     decoded = len(manifest.tokens) - manifest.prompt_tokens
     prompt = clip(phrases.prompt(manifest), _MOST_PROMPT)
     proofs = ": ".join(phrases.proofs(manifest))

@@ -1,7 +1,7 @@
-"""What lies on disk: files that are whole or not there, their digests, folders and locks of a process.
+"""Files that are either whole or not there, their digests, and the folders and locks of a process.
 
-Locks are the system's (flock): they go with their process however it ends, and a folder can be locked
-itself, so that no lock file stays behind. Where a file system has no locks, nothing is swept.
+Locks are the system's (flock). They go with their process however it ends, and a folder can be
+locked itself, so that no lock file stays behind. If a file system has no locks, nothing is swept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HASHED: dict[tuple[int, ...], str] = {}
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A regular file's bytes; OSError for anything else: reading a pipe or a device may never end."""
+    """A regular file's bytes; OSError for anything else, since reading a pipe may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
@@ -45,24 +45,34 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
-def part(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` under a temporary name, removed at the end unless it was renamed."""
-    made = claim_part(path)
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into the Refusal that `path` cannot be written."""
     try:
-        yield made
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+@contextmanager
+def part(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` under a temporary name; removed at the end unless renamed."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        os.chmod(name, 0o644)
+    try:
+        yield Path(name)
     finally:
-        made.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it if the block succeeds and removed if it does not."""
-    with part(path) as made:
-        try:
-            yield made
-            made.replace(path)
-        except OSError as error:
-            raise unwritable(path, error) from error
+    """A temporary path beside `path`: renamed to it if the block succeeds, else removed."""
+    with part(path) as made, writing(path):
+        yield made
+        made.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -76,18 +86,6 @@ def unwritable(path: Path, error: OSError) -> Refusal:
     """The one line for an output that could not be written."""
     why = f"cannot be written ({error.strerror or error})"
     return Refusal(why, where=path, remedy="choose another folder or free some space")
-
-
-def claim_part(path: Path) -> Path:
-    """An empty file beside `path`, under a temporary name."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    os.chmod(name, 0o644)
-    return Path(name)
 
 
 def sha256(path: Path) -> str:
@@ -122,7 +120,7 @@ def hash_once(path: Path) -> str:
 
 
 def settled(mtime_ns: int, begun_ns: int) -> bool:
-    """Whether a file was last written so long before reading began that another write would show."""
+    """Whether another write since reading began would show in the file's times."""
     return begun_ns - mtime_ns > _TICK_NS
 
 
@@ -143,7 +141,7 @@ def own_folder(base: Path, *, prefix: str, suffix: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def alone(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock file `path` meanwhile; if another process does, calls `waiting` and waits for it."""
+    """Holds the lock file `path`; if another process does, calls `waiting`, then waits for it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not _locked(handle):
@@ -156,7 +154,7 @@ def alone(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path | None:
-    """The folder, made and locked until the stack ends; None where a sweeper took it before it was locked."""
+    """The folder, made and locked until the stack ends; None if it was swept before the lock."""
     if folder.exists():
         return None
     # Before it is there: a signal that comes as soon as it is must find who removes it.

@@ -1,8 +1,9 @@
 """The header of a safetensors file, strictly: what it declares must be what the file holds.
 
-A file is 8 bytes of the header's length (little endian), the header as JSON, then the tensors' bytes
-back to back. The `safetensors` library reads and writes whole tensors; this is for memory maps, for
-rows written one after another, and for knowing a file before a byte of its tensors is read.
+A file is 8 bytes of the header's length (little endian), the header as JSON, then the tensors'
+bytes back to back (https://github.com/huggingface/safetensors#format). The `safetensors` library
+reads and writes whole tensors; this is for memory maps, for rows written one after another, and for
+knowing a file before a byte of its tensors is read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One stored tensor: its file, its dtype as safetensors spells it, its shape, its bytes' place."""
+    """One stored tensor: its dtype as safetensors spells it, where its bytes are in `file`."""
 
     file: Path
     dtype: str
@@ -47,9 +48,9 @@ class Tensor:
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """The tensors that a file declares, once they fill it exactly, and its `__metadata__`, unchecked.
+    """The tensors that a file declares, and its `__metadata__`, unchecked.
 
-    A Refusal says what does not add up.
+    A Refusal says what does not add up: the tensors must fill the file exactly.
     """
     try:
         with disk.opened(path) as file:
@@ -87,7 +88,7 @@ def encoded(tensors: Mapping[str, Any], meta: Any = None, *, size: int | None = 
 
 
 def declare(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Any], int]:
-    """The header's entries of tensors back to back in this order (dtype, shape), and all their bytes."""
+    """Entries for tensors (dtype, shape) back to back in this order, and the bytes of all."""
     entries: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in shapes.items():

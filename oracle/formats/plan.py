@@ -36,14 +36,18 @@ Whole = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Tokens = Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1)]
 
 
-class New(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="new"):
+class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag=str.lower):
+    """In JSON an object whose `do` is the name of its class in lower case."""
+
+
+class New(_Step, frozen=True):
     """A fresh cache under this name; an older one of the same name is dropped."""
 
     cache: str
     use_kv_cache: bool = True
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="call"):
+class Call(_Step, frozen=True):
     """One forward call of `tokens`. `index_pos` None leaves the position to the cache."""
 
     cache: str
@@ -51,7 +55,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="d
     index_pos: Whole | None = None
 
 
-class Greedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="greedy"):
+class Greedy(_Step, frozen=True):
     """`n` greedy tokens after `tokens`; ties take the lowest id; the last token chosen is not fed.
 
     `advance` says what the caller does to index_pos after a call: `right` adds the tokens fed,
@@ -65,28 +69,21 @@ class Greedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     advance: Advance = "right"
 
 
-class Clone(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="do",
-    tag="clone",
-    rename={"source": "from", "target": "to"},
-):
+class Clone(_Step, frozen=True, rename={"source": "from", "target": "to"}):
     """`target` becomes an independent copy of `source`."""
 
     source: str
     target: str
 
 
-class Crop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="crop"):
+class Crop(_Step, frozen=True):
     """The cache keeps its first `length` tokens."""
 
     cache: str
     length: Whole
 
 
-class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="reset"):
+class Reset(_Step, frozen=True):
     """The cache is empty again."""
 
     cache: str
@@ -128,9 +125,9 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A named list of steps; `rows` says which logits of a call are kept: of all positions, or the last.
+    """A named list of steps. Values that no engine could follow are refused here, by their step.
 
-    Values that no engine could follow are refused here, once: a Refusal names the step.
+    `rows` says which logits of a call are kept: those of all its positions, or the last.
     """
 
     name: str
@@ -151,7 +148,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of the steps. Name and `rows` are left out: they do not change what is computed."""
+        """sha256 of the steps; name and `rows` do not change what is computed."""
         return hashlib.sha256(strict_json.encode(self.to_json()["steps"]).encode()).hexdigest()
 
     @property
@@ -160,7 +157,7 @@ class Plan:
         return max((call.held + call.fed for call in self.calls()), default=0)
 
     def calls(self, *, without: Collection[int] = ()) -> Iterator[Feed]:
-        """The steps that feed tokens, in order; those numbered in `without` failed and change nothing."""
+        """The steps that feed tokens, in order, but those numbered in `without`, which failed."""
         held: dict[str, int] = {}
         keeps: dict[str, bool] = {}
         for i, step in enumerate(self.steps):
@@ -202,8 +199,8 @@ def judged_plans(
 ) -> dict[str, Plan]:
     """The plans that a comparison judges, over `tokens` of which the first `prompt` are the prompt.
 
-    full: one call. step: the prompt, then single tokens. prefixes: no cache, the growing prefix from
-    the prompt on; left out where that is more than PREFIXES_MOST tokens. chunked: the prompt in
+    full: one call. step: the prompt, then single tokens. prefixes: no cache, the growing prefix
+    from the prompt on; left out if that is more than PREFIXES_MOST tokens. chunked: the prompt in
     `chunks` (default: ceil(0.6 prompt) and the rest), then single tokens; left out for a prompt of
     one token, which cannot be split.
     """
@@ -229,7 +226,7 @@ def judged_plans(
 
 
 def prefixes_feed(length: int, prompt: int) -> int:
-    """How many tokens the growing prefixes of a sequence feed in all, from the prompt to the whole."""
+    """How many tokens the growing prefixes feed in all, from the prompt to the whole."""
     return (length + prompt) * (length - prompt + 1) // 2
 
 

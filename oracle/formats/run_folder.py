@@ -31,15 +31,16 @@ _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `manifest.json` of a run folder says: the inputs, the plans' digests, each file's sha256.
+    """What `manifest.json` of a run folder holds.
 
-    `tokens` is the whole judged sequence, of which the first `prompt_tokens` are the prompt; `texts`
-    is each token as text (none where there is no tokenizer); `generated` are the greedy tokens, of
-    which the last is not judged. `pool` names transformers' runs, of which `pool_distinct` differ
-    bitwise; `left_out` are the kinds of attention that were too far from the model's own in float64,
-    and how far. `ignored_keys` were taken out of the config; `packed` says how weights are stored
-    ("" where they are plain). `proofs` holds measured values. `inputs` digests all that the results
-    depend on, so that they can be used again. `environment` is text to show.
+    `tokens` is the whole judged sequence, of which the first `prompt_tokens` are the prompt;
+    `texts` is each token as text (none without a tokenizer); `generated` are the greedy tokens, of
+    which the last is not judged. `plans` are the plans' digests, `files` each file's sha256.
+    `pool` names transformers' runs, of which `pool_distinct` differ bitwise; `left_out` are the
+    kinds of attention too far from the model's own in float64, and how far. `ignored_keys` were
+    taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
+    holds measured values. `inputs` is the digest of all that the results depend on.
+    `environment` is text to show.
     """
 
     source: str
@@ -77,7 +78,7 @@ class Manifest:
 
     @property
     def surroundings(self) -> dict[str, Any]:
-        """What a report's table of environments shows: the environment, the pool, what is special."""
+        """What a report's table of environments shows: the environment and the pool."""
         names = ("pool", "pool_distinct", "left_out", "ignored_keys", "packed")
         special = {name: getattr(self, name) for name in names}
         return self.environment | {name: value for name, value in special.items() if value}
@@ -131,7 +132,7 @@ def read_floors(path: Path) -> tuple[Pool, Mapping[str, Array]]:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Refuses values of the right kinds that no run writes: names become paths, tokens are looked up."""
+    """Refuses values of the right types that no run writes: names become paths."""
     given, texts = len(manifest.tokens), len(manifest.texts)
     odd: dict[str, Sequence[object]] = {
         "files": [name for name in manifest.files if not _FILE.fullmatch(name)],
@@ -146,7 +147,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def suspects_digest(manifest: Manifest) -> str:
-    """Of everything that the usual suspects of a run folder depend on here, whatever made the folder."""
+    """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
     return inputs_digest(
         fingerprint=manifest.fingerprint,
         config_digest=manifest.config_digest,

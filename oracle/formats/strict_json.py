@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,8 +28,8 @@ _WIDEST = 2**63
 def decode(text: bytes | str, *, any_numbers: bool = False) -> Any:
     """The value of a JSON text.
 
-    ValueError where it is none, names a key twice, is nested more than 32 deep, holds half a
-    surrogate pair, or (unless `any_numbers`) a number that is not finite or an integer beyond 64 bits.
+    ValueError if it is none, names a key twice, is nested more than 32 deep, or holds half a
+    surrogate pair or (unless `any_numbers`) a number that is not finite or beyond 64 bits.
     """
     hooks = {} if any_numbers else _NUMBERS
     try:
@@ -41,7 +41,7 @@ def decode(text: bytes | str, *, any_numbers: bool = False) -> Any:
 
 
 def read(path: Path, *, remedy: str, any_numbers: bool = False) -> Any:
-    """The JSON value in a UTF-8 file, with or without a byte order mark; a Refusal where none is."""
+    """The JSON value in a UTF-8 file, a byte order mark or not; a Refusal if there is none."""
     try:
         return decode(disk.read_bytes(path).decode("utf-8-sig"), any_numbers=any_numbers)
     except OSError as error:
@@ -64,14 +64,10 @@ def of_format(value: Any, name: str, *, where: object, remedy: str) -> dict[str,
     return {key: entry for key, entry in value.items() if key != "format"}
 
 
-@overload
-def typed(value: object, kind: type[T], *, where: object, remedy: str) -> T: ...
-@overload
-def typed(value: object, kind: Any, *, where: object, remedy: str) -> Any: ...
-def typed(value: object, kind: Any, *, where: object, remedy: str) -> Any:
-    """A decoded value as a `kind`, or a Refusal that names the key, what it is and what it should be.
+def typed(value: object, kind: type[T], *, where: object, remedy: str) -> T:
+    """A decoded value as a `kind`; a Refusal names the key, what is there and what is expected.
 
-    A dataclass takes no unknown key; Structs within it must say `forbid_unknown_fields` themselves.
+    A dataclass takes no unknown key; a Struct must say `forbid_unknown_fields` itself.
     A Refusal from a `__post_init__` comes through, with `where` in front.
     """
     if is_dataclass(kind) and isinstance(value, dict):
@@ -95,7 +91,7 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def _why(message: str, value: object, kind: Any) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.steps[3].n`" as "steps[3].n is 'x', expected int"."""
+    """msgspec's "Expected `int`, got `str` - at `$.a[3].n`" as "a[3].n is 'x', expected int"."""
     what, _, path = message.replace("`", "").rpartition(" - at ")
     what, path = (what, path.replace("$.", "").replace("$", "")) if what else (path, "")
     what = f"{what[0].lower()}{' '.join(what[1:].split())}"[:300]
@@ -113,7 +109,7 @@ def _why(message: str, value: object, kind: Any) -> str:
 
 
 def _choices(kind: Any, key: str) -> Iterator[Any]:
-    """The values that a type leaves open for its keys of this name: literals, and tags of Structs."""
+    """What the keys of this name may be within a type: values of a Literal, tags of Structs."""
     for field in getattr(kind, "fields", ()):
         values = getattr(field.type, "values", None)
         yield from values if field.encode_name == key and values else _choices(field.type, key)

@@ -12,6 +12,7 @@ position. This module knows no engine and judges nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,7 +34,7 @@ _ARRAYS = {"logits": ("fF", 2), "positions": ("i", 1), "steps": ("i", 1)}  # kin
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of one step: the tokens that a greedy step chose, or the error's text, or neither.
+    """What became of one step: the tokens that a greedy step chose, or an error's text, or neither.
 
     A step with an error was `refused`, or it `cannot be expressed`: the engine has no such call.
     """
@@ -62,10 +63,10 @@ class Meta:
     """Where a trace comes from.
 
     `fingerprint` and `config_digest` name the weights and the config (None: not declared by the
-    file's author). `dtype` is the dtype computed in; `weights_dtype` the one that the stored weights
-    were rounded to first, which differs only in float64 runs. `environment` holds host, versions,
-    threads and precision flags, as text to show. `no_cache` says why the keys and values of a cache
-    are missing ("" where none are).
+    file's author). `dtype` is the dtype computed in; `weights_dtype` the one that the stored
+    weights were rounded to first, which differs only in float64 runs. `environment` holds host,
+    versions, threads and precision flags, as text to show. `no_cache` says why the keys and values
+    of a cache are missing ("" if none are).
     """
 
     plan: Plan
@@ -126,12 +127,12 @@ class Trace:
         return self.arrays[prefix + "keys"], self.arrays[prefix + "values"]
 
 
-def writer(path: Path, meta: Meta, shapes: Shapes) -> Writer:
+def writer(path: Path, meta: Meta, shapes: Shapes) -> AbstractContextManager[Writer]:
     """A Writer with room for what `meta` will say once every step has run."""
     chosen = sum(s.n for s in meta.plan.steps if isinstance(s, Greedy))
     known = len(strict_json.encode(meta.to_json()))
     room = 2 * known + 1024 * len(meta.plan.steps) + 16 * chosen
-    return Writer(path, shapes, meta_bytes=room + 2**16)
+    return tensors.writer(path, shapes, meta_bytes=room + 2**16)
 
 
 def write(path: Path | str, meta: Meta, arrays: Mapping[str, Array]) -> None:

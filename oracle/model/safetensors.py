@@ -1,6 +1,6 @@
 """A folder's safetensors without reading a weight: which tensors there are, and the hash of each.
 
-An index rules where there is one: files that it does not name are not looked at. Everything else must
+If there is an index, it rules: files that it does not name are not looked at. Everything else must
 add up: every shard there and whole, every tensor in the one shard that the index says. Pickle files
 are never opened.
 """
@@ -27,7 +27,7 @@ _AGAIN = "download the folder again"
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder by name, sorted; a Refusal that names the file that does not add up."""
+    """Every tensor of the folder by name, sorted; a Refusal names the file that is at fault."""
     found = (
         _by_index(folder) if os.path.exists(folder / INDEX) else header.read(_only_file(folder))[0]
     )
@@ -126,7 +126,7 @@ def fingerprint(found: Mapping[str, Tensor], *, cache: Path, progress: Progress)
 def hashes(
     path: Path, spans: Mapping[str, tuple[int, int]], *, cache: Path, progress: Progress
 ) -> dict[str, str]:
-    """sha256 of each span of a file, kept in the folder `cache` while the file's stat stays the same."""
+    """sha256 of each span of a file, kept in `cache` while the file's stat stays the same."""
     path = path.resolve()
     record = cache / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     try:
@@ -159,7 +159,7 @@ def _stamp(path: Path) -> dict[str, Any]:
 def _recalled(
     record: Path, stamp: dict[str, Any], spans: Mapping[str, tuple[int, int]]
 ) -> dict[str, str] | None:
-    """What was kept, or None where it is missing, damaged or of another file: then it is made again."""
+    """What was kept; None if it is missing, damaged or of another file, to be made again."""
     try:
         value = strict_json.decode(disk.read_bytes(record))
         found: dict[str, str] = value.pop("hashes")

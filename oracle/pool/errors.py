@@ -16,7 +16,7 @@ import numpy as np
 
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool
-from oracle.formats.tensors import Array, Writer
+from oracle.formats.tensors import Array, writer
 from oracle.formats.trace import Trace
 
 KINDS = ("eager", "sdpa")
@@ -46,7 +46,7 @@ def write(
     }
     shapes["cached"] = (np.float64, (len(kinds), n))
     shapes |= {name: (np.float64, (len(names), layers, heads, n)) for name in ("keys", "values")}
-    with Writer(path, shapes) as out:
+    with writer(path, shapes) as out:
         for m, name in enumerate(names):
             _logits(out.arrays, m, members[name], truth)
             for i in range(layers):

@@ -48,7 +48,7 @@ def run(
     tokens: tuple[int, ...] = TOKENS,
     *,
     off: dict[int, float] | None = None,
-    error: Refusal | None = None,
+    error: Exception | None = None,
     rows: int = N,
 ) -> Trace:
     """A run of PLAN within half a floor of the truth, `off` floors away in the rows given."""
@@ -59,8 +59,8 @@ def run(
     logits = (TRUTH[len(PROMPT) - 1 :] + noise)[:rows]
     arrays = {"logits": logits, "positions": np.arange(2, 2 + rows), "steps": np.full(rows, 1)}
     chosen = list(tokens) or None
-    last = Outcome(chosen) if error is None else Outcome.failed(error, chosen)
-    return Trace(Meta(PLAN, "test", "1", "float32", outcomes=[Outcome(), last]), arrays)
+    ended = Outcome.failed(error, chosen) if error else Outcome(chosen)
+    return Trace(Meta(PLAN, "test", "1", "float32", outcomes=[Outcome(), ended]), arrays)
 
 
 def see(trace: Trace, given: Scenario | None = None) -> Seen:
@@ -103,6 +103,8 @@ def test_a_row_that_is_not_finite_is_wrong(bad: float) -> None:
 
 def test_an_error_is_a_refusal_unless_rows_before_it_were_wrong() -> None:
     assert see(run((), error=Refusal("cache: full"), rows=0)).behaviour == REFUSED
+    # The kind decides, not the words.
+    assert see(run((), error=Refusal("cannot be expressed"), rows=0)).behaviour == REFUSED
     assert see(run((), error=Inexpressible("index_pos 0"), rows=0)).behaviour == NO
     assert see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2)).behaviour == REFUSED
     assert (

@@ -12,7 +12,7 @@ from synthetic import meta, plans
 
 from mlxkv.judge.delta import Figures, Pair, Run, Tables
 from mlxkv.judge.result import Control, FirstWrong, Gate, Subject, Verdict
-from mlxkv.report.page import Continuation, markdown
+from mlxkv.report.page import markdown
 from mlxkv.report.phrases import oracle_side, sentence, side
 from mlxkv.report.terminal import console
 from mlxkv.report.text import (
@@ -112,7 +112,7 @@ def test_the_markdown_holds_it_whole() -> None:
         MANIFEST,
         sides=SIDES,
         commands=["mlxkv compare --steps 20"],
-        continuation=Continuation((7042, 30, 198), " Paris.\n"),
+        continuation=((7042, 30, 198), " Paris.\n"),
         svg="compare.svg",
         third=third,
         page_values=True,

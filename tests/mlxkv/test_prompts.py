@@ -306,7 +306,7 @@ def test_the_worst_prompt_decides(
         order,
         order[0],
     )
-    assert [p["name"] for p in found.to_json(list(verdicts))["prompts"]] == list(verdicts)
+    assert [p["name"] for p in found.to_json()["prompts"]] == list(verdicts)
 
 
 def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_and_no_more() -> None:
@@ -317,7 +317,7 @@ def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_an
         }
     )
     assert pages.sentence_on_all(found) == "agrees with transformers (logits)"
-    assert (pages.sentence_on_all(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == (
+    assert (pages.sentence_on_all(Prompts({"a": GOOD})), found.to_json()["against"]) == (
         "agree (algebra, logits, cache)",
         "transformers",
     )
@@ -333,7 +333,7 @@ def test_scopes_are_those_that_every_prompt_covers() -> None:
 def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
     side = Side("port", "mlx", ())
-    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"], folders=["a", "b"])
+    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"])
     assert "**differ (logits): sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]

@@ -84,7 +84,7 @@ def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(
         "from mlxkv.commands.compare.run import judged, run\n"
         f"request = Request(model={str(folder_of('gqa'))!r}, tokens=(3, 7), steps=3)\n"
         "with run([request]) as (runs,):\n"
-        "    verdict = judged(runs, commands=[]).verdict\n"
+        "    verdict = judged(runs).verdict\n"
         "maps = open('/proc/self/maps').read()\n"
         f"print(verdict.outcome, 'mlx.core' in sys.modules, 'torch' in sys.modules, [n for n in {LIBRARIES} if '/lib' + n in maps])\n"
     )

@@ -399,7 +399,7 @@ def test_progress_goes_up_to_its_total(tmp_path: Path) -> None:
 
 
 def test_importing_costs_no_library() -> None:
-    code = "import sys, oracle.checkpoint, oracle.tokens\nprint(sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
+    code = "import sys, oracle.model.checkpoint, oracle.model.tokenizer\nprint(sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
     heavy = [
         "numpy",
         "gguf",

@@ -70,7 +70,7 @@ def test_the_default_model_is_bit_for_bit_the_goldens_one(
 def test_a_second_look_at_the_default_model_reads_no_weights_and_loads_no_library(
     default_checkpoint: checkpoint.Checkpoint,
 ) -> None:
-    code = "import sys\nfrom oracle.checkpoint import resolve\nresolve(None)\nprint('numpy' in sys.modules, 'gguf' in sys.modules)"
+    code = "import sys\nfrom oracle.model.checkpoint import resolve\nresolve(None)\nprint('numpy' in sys.modules, 'gguf' in sys.modules)"
     environment = {k: v for k, v in os.environ.items() if k != "MLXKV_CACHE"} | {
         "MLXKV_CACHE": str(default_checkpoint.folder.parents[1])
     }

@@ -145,7 +145,7 @@ def test_the_floors_are_the_formulas(kept):
         name: trace.read(kept / f"{file}.safetensors")
         for name, file in zip(MEMBERS, files, strict=True)
     }
-    assert meta["distinct"] == len({m.logits.tobytes() for m in members.values()}) >= 3
+    assert pool.distinct == len({m.logits.tobytes() for m in members.values()}) >= 3
     true = trace.read(kept / "truth.safetensors")
     for m, name in enumerate(MEMBERS):
         error = members[name].logits.astype(np.float64) - true.logits
@@ -346,7 +346,7 @@ def test_a_number_that_is_not_finite_is_found(copy):
 def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
     assert question.digest() == run_folder.read_manifest(kept).inputs
-    code = "import sys; from oracle.trace import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
+    code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
     code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

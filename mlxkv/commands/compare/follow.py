@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mlxkv.commands.compare.ask import Answer, Request
 from mlxkv.engines import machine, own, process
@@ -46,6 +47,11 @@ class Runs:
     arithmetic: tuple[Trace, ...]
     algebra: tuple[Trace, ...]
     took: dict[str, Finished | None]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the engine ran on, and with."""
+        return self.arithmetic[0].meta.environment
 
 
 def find(request: Request) -> Engine:

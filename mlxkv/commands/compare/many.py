@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.compare import overview, prompts
+from mlxkv.commands.compare import overview, page, prompts
 from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.prompts import Prompt
-from mlxkv.commands.compare.run import Compared, judged, run
+from mlxkv.commands.compare.run import judged, run
 from mlxkv.judge.many import Prompts
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
@@ -19,30 +20,48 @@ from oracle.model.checkpoint import resolve
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The verdict on all prompts, each prompt's comparison, and the files of all.
-
-    `value` is what `compare.json` of the overview holds.
-    """
+    """The verdict on all prompts, and each prompt's comparison, by name."""
 
     prompts: Prompts
-    compared: tuple[Compared, ...]
-    value: dict[str, Any]
-    files: dict[str, str]
+    compared: Mapping[str, Compared]
+
+    @property
+    def first(self) -> Compared:
+        """The first, whose engine and machine are those of all."""
+        return next(iter(self.compared.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """`mlxkv-prompts/1`, with the environment of all."""
+        runs = self.first.runs
+        environment = {runs.engine: runs.environment, "oracle": runs.case.manifest.surroundings}
+        return self.prompts.to_json() | {"environment": environment}
+
+    def files(self, *, commands: Sequence[str]) -> dict[str, str]:
+        """Every prompt's in its folder, and the overview last, as it links to them."""
+        found = {
+            f"{name}/{file}": text
+            for name, one in self.compared.items()
+            for file, text in page.files(one, commands=commands).items()
+        }
+        found["compare.json"] = pretty(self.to_json())
+        sides = self.first.sides
+        found["compare.md"] = overview.markdown(self.prompts, sides=sides, commands=commands)
+        return found
 
 
 def report(request: Request, source: str, *, out: Path, command: str) -> Report:
     """Runs and judges each prompt of a file, or the built-in ones: a report of each, one of all."""
-    found = compare(request, prompts.named(source), commands=[command])
-    where, sides = str(out / "compare.md"), found.compared[0].sides
-    text = overview.console(found.prompts, sides=(sides[0], sides[1]), report=where)
-    names = found.prompts.verdicts
+    found = compare(request, prompts.named(source))
+    where, sides = str(out / "compare.md"), found.first.sides
+    text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
-    took = {name: one.took for name, one in zip(names, found.compared, strict=True)}
-    return Report(found.files, text, pretty(found.value | {"took": took}), found.prompts.exit_code)
+    took = {"took": {name: one.took for name, one in found.compared.items()}}
+    files = found.files(commands=[command])
+    return Report(files, text, pretty(found.to_json() | took), found.prompts.exit_code)
 
 
-def compare(request: Request, given: Sequence[Prompt], *, commands: Sequence[str]) -> Overview:
-    """The comparison of each prompt; its files by name, the overview last, as it links to them."""
+def compare(request: Request, given: Sequence[Prompt]) -> Overview:
+    """The comparison of each prompt."""
     requests = [
         replace(
             request, name=p.name, prompt=p.text, tokens=p.tokens, steps=p.steps or request.steps
@@ -50,25 +69,11 @@ def compare(request: Request, given: Sequence[Prompt], *, commands: Sequence[str
         for p in given
     ]
     with run(requests) as runs:
-        compared = tuple(judged(one, commands=commands) for one in runs)
-        engine, oracle = runs[0].engine, runs[0].case.manifest.surroundings
-    names = [prompt.name for prompt in given]
-    found = Prompts({name: one.verdict for name, one in zip(names, compared, strict=True)})
-    files = {
-        f"{name}/{file}": text
-        for name, one in zip(names, compared, strict=True)
-        for file, text in one.files.items()
-    }
-    environment = {engine: compared[0].environment, "oracle": oracle}
-    value = found.to_json(names) | {"environment": environment}
-    files["compare.json"] = pretty(value)
-    files["compare.md"] = overview.markdown(
-        found, sides=compared[0].sides[:2], commands=commands, folders=names
-    )
-    return Overview(found, compared, value, files)
+        compared = {p.name: judged(one) for p, one in zip(given, runs, strict=True)}
+    return Overview(Prompts({name: one.verdict for name, one in compared.items()}), compared)
 
 
-def long(request: Request, *, commands: Sequence[str]) -> Compared:
+def long(request: Request) -> Compared:
     """The comparison over one long sequence of drawn ids."""
     length, chunks = prompts.LONG.length, prompts.LONG.chunks
     vocab_size = resolve(request.model, revision=request.revision).vocab_size
@@ -85,4 +90,4 @@ def long(request: Request, *, commands: Sequence[str]) -> Compared:
         f"the last {length - sum(chunks)} are decoded"
     )
     with run([given]) as (runs,):
-        return judged(runs, commands=commands, notes=[note])
+        return judged(runs, notes=[note])

@@ -25,7 +25,7 @@ def sentence_on_all(prompts: Prompts) -> str:
     return sentence(replace(worst, scopes=prompts.scopes) if prompts.outcome == "agree" else worst)
 
 
-def console(prompts: Prompts, *, sides: tuple[Side, Side], report: str) -> str:
+def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
     """What `compare --prompts` prints: a line for each prompt, the worst first, and the verdict."""
     about, n = prompts.verdicts[prompts.worst].subject, len(prompts.verdicts)
     rows = [[name, *_cells(prompts.verdicts[name])] for name in prompts.worst_first]
@@ -40,14 +40,11 @@ def console(prompts: Prompts, *, sides: tuple[Side, Side], report: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(
-    prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str], folders: Sequence[str]
-) -> str:
-    """The overview; each prompt's own report is in its folder."""
+def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]) -> str:
+    """The overview; each prompt's own report is in the folder of its name."""
     about, n = prompts.verdicts[prompts.worst].subject, len(prompts.verdicts)
-    link = dict(zip(prompts.verdicts, folders, strict=True))
     rows = [
-        [name, *_cells(prompts.verdicts[name]), f"[report]({link[name]}/compare.md)"]
+        [name, *_cells(prompts.verdicts[name]), f"[report]({name}/compare.md)"]
         for name in prompts.worst_first
     ]
     how = (

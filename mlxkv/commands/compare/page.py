@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxkv.commands.compare.follow import Runs
-from mlxkv.judge.case import Case
 from mlxkv.judge.delta import Pair
 from mlxkv.judge.limits import WORST
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import EXIT_CODES, Verdict, join
 from mlxkv.report import page, phrases, plots, terminal
 from mlxkv.report.phrases import Side
 from mlxkv.report.text import pretty
@@ -18,11 +18,34 @@ from oracle.model import tokenizer as tokenizers
 from oracle.model.default import is_original
 
 
-def console(
-    verdict: Verdict, third: Verdict | None, case: Case, sides: Sequence[Side], report: Path
-) -> str:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The verdict on one sequence, and what else its report shows.
+
+    `third` is the verdict on a third engine's traces, `pairs` are those of `delta.three_way`.
+    """
+
+    runs: Runs
+    verdict: Verdict
+    third: Verdict | None
+    pairs: tuple[Pair, ...]
+    sides: tuple[Side, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """Of the worse of the two verdicts."""
+        return EXIT_CODES[join(v.outcome for v in (self.verdict, self.third) if v is not None)]
+
+    @property
+    def took(self) -> dict[str, Any]:
+        """What each process took, as plain values; None where its result was there already."""
+        return {name: asdict(spent) if spent else None for name, spent in self.runs.took.items()}
+
+
+def console(compared: Compared, out: Path) -> str:
     """What a person reads in the terminal, the third engine's verdict last."""
-    text = terminal.console(verdict, case.manifest, sides=(sides[0], sides[1]), report=str(report))
+    manifest, third, where = compared.runs.case.manifest, compared.third, str(out / "compare.md")
+    text = terminal.console(compared.verdict, manifest, sides=compared.sides, report=where)
     if third is None:
         return text
     name, cause = third.subject.engine, phrases.cause(third)
@@ -30,70 +53,51 @@ def console(
     return text + "".join(f"{name}: {line}\n" for line in (*lines, phrases.sentence(third)))
 
 
-def files(
-    runs: Runs,
-    verdict: Verdict,
-    value: dict[str, Any],
-    *,
-    sides: Sequence[Side],
-    commands: Sequence[str],
-    third: Sequence[Pair],
-    other: Verdict | None,
-) -> dict[str, str]:
+def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
     """The report's files by name; the Markdown last, since it links to the others."""
-    manifest = runs.case.manifest
+    verdict, runs = compared.verdict, compared.runs
+    manifest, ids = runs.case.manifest, _generated(runs)
     title = f"{manifest.name}, {manifest.dtype}: error by position"
+    tokenizer = tokenizers.load(runs.checkpoint.folder)
     return {
         "compare.svg": plots.error_by_position(
             verdict.curves, verdict.floor, limit=WORST, texts=manifest.texts, title=title
         ),
-        "compare.json": pretty(value),
+        "compare.json": pretty(to_json(compared)),
         "compare.md": page.markdown(
             verdict,
             manifest,
-            sides=sides,
+            sides=compared.sides,
             commands=commands,
-            continuation=_continuation(runs),
+            continuation=(ids, tokenizer.decode(ids) if tokenizer else None),
             svg="compare.svg",
-            third=third,
-            other=other,
+            third=compared.pairs,
+            other=compared.third,
             page_values=is_original(runs.checkpoint),
         ),
     }
 
 
-def to_json(runs: Runs, verdict: Verdict, other: Verdict | None) -> dict[str, Any]:
+def to_json(compared: Compared) -> dict[str, Any]:
     """`mlxkv-verdict/1`, with what was generated and what went wrong while the engine ran."""
-    manifest = runs.case.manifest
-    environments = {
-        runs.engine: runs.arithmetic[0].meta.environment,
-        "oracle": manifest.surroundings,
-    }
-    errors = [
-        {
-            "engine": meta.engine,
-            "dtype": meta.dtype,
-            "plan": meta.plan.name,
-            "step": i,
-            "error": outcome.error,
-        }
-        for meta in (t.meta for t in (*runs.arithmetic, *runs.algebra))
-        for i, outcome in enumerate(meta.outcomes)
-        if outcome.error is not None
-    ]
-    return page.to_json(verdict, manifest, environments) | {
+    runs, third, oracle = compared.runs, compared.third, compared.runs.case.manifest.surroundings
+    environments = {runs.engine: runs.environment, "oracle": oracle}
+    return page.to_json(compared.verdict, runs.case.manifest, environments) | {
         "generated": _generated(runs),
-        "errors": errors,
-        "third": other.to_json() if other else None,
+        "errors": list(_errors(runs)),
+        "third": third.to_json() if third else None,
     }
+
+
+def _errors(runs: Runs) -> Iterator[dict[str, Any]]:
+    for meta in (trace.meta for trace in (*runs.arithmetic, *runs.algebra)):
+        about = {"engine": meta.engine, "dtype": meta.dtype, "plan": meta.plan.name}
+        for i, outcome in enumerate(meta.outcomes):
+            if outcome.error is not None:
+                yield about | {"step": i, "error": outcome.error}
 
 
 def _generated(runs: Runs) -> list[int]:
     """The greedy tokens, or those that were given after the prompt."""
     manifest = runs.case.manifest
     return manifest.generated or manifest.tokens[manifest.prompt_tokens :]
-
-
-def _continuation(runs: Runs) -> page.Continuation:
-    ids, tokenizer = _generated(runs), tokenizers.load(runs.checkpoint.folder)
-    return page.Continuation(tuple(ids), tokenizer.decode(ids) if tokenizer else None)

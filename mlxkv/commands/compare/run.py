@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mlxkv.commands.compare import page
 from mlxkv.commands.compare.ask import Request, ask
 from mlxkv.commands.compare.follow import Runs, find, follow
+from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.suspects import Suspects
 from mlxkv.judge.admission import by_plan, trace_reasons
 from mlxkv.judge.case import Case
 from mlxkv.judge.delta import three_way
-from mlxkv.judge.result import EXIT_CODES, Verdict, join
 from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
-from mlxkv.report.phrases import Side, oracle_side, side
+from mlxkv.report.phrases import oracle_side, side
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
@@ -26,38 +25,14 @@ from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The verdict on one sequence, and on a third engine's traces, and the report's files.
-
-    `value` is what `compare.json` holds; `took` is by process, None where its result was there.
-    """
-
-    case: Case
-    verdict: Verdict
-    third: Verdict | None
-    sides: tuple[Side, ...]
-    environment: dict[str, Any]
-    value: dict[str, Any]
-    files: dict[str, str]
-    took: dict[str, Any]
-
-    @property
-    def exit_code(self) -> int:
-        """Of the worse of the two verdicts."""
-        return EXIT_CODES[join(v.outcome for v in (self.verdict, self.third) if v is not None)]
-
-
 def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, command: str) -> Report:
     """Runs and judges; `candidates` are traces of a third engine, judged and shown beside."""
     third = [trace.read(path) for path in candidates]
     with run([request]) as (runs,):
-        compared = judged(runs, third, commands=[command])
-    text = page.console(
-        compared.verdict, compared.third, compared.case, compared.sides, out / "compare.md"
-    )
-    value = compared.value | {"took": compared.took}
-    return Report(compared.files, text, pretty(value), compared.exit_code)
+        compared = judged(runs, third)
+    files, text = page.files(compared, commands=[command]), page.console(compared, out)
+    value = page.to_json(compared) | {"took": compared.took}
+    return Report(files, text, pretty(value), compared.exit_code)
 
 
 @contextmanager
@@ -73,30 +48,17 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
         yield runs
 
 
-def judged(
-    runs: Runs, third: Sequence[Trace] = (), *, commands: Sequence[str], notes: Sequence[str] = ()
-) -> Compared:
-    """The verdict on what was run, and its report; `notes` are said beside the judge's own."""
+def judged(runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = ()) -> Compared:
+    """The verdict on what was run; `notes` are said beside the judge's own."""
     case, suspects = runs.case, Suspects(runs)
     ours, exact = (by_plan(case.manifest, lane) for lane in (runs.arithmetic, runs.algebra))
     verdict = suspects.explain(judge(case, ours, algebra=exact), ours)
     verdict = replace(verdict, notes=(*notes, *verdict.notes))
     beside = _third(case, third)
     other = suspects.explain(judge(case, beside), beside) if beside else None
-    first = runs.arithmetic[0].meta
-    sides = (side(first), oracle_side(case.manifest), *(side(t.meta) for t in third[:1]))
-    value = page.to_json(runs, verdict, other)
-    files = page.files(
-        runs,
-        verdict,
-        value,
-        sides=sides,
-        commands=commands,
-        third=three_way(case, ours, beside),
-        other=other,
-    )
-    took = {name: asdict(spent) if spent else None for name, spent in runs.took.items()}
-    return Compared(case, verdict, other, sides, first.environment, value, files, took)
+    engines = [side(t.meta) for t in (runs.arithmetic[0], *third[:1])]
+    engines.insert(1, oracle_side(case.manifest))
+    return Compared(runs, verdict, other, three_way(case, ours, beside), tuple(engines))
 
 
 def _third(case: Case, traces: Sequence[Trace]) -> dict[str, Trace]:
