@@ -22,7 +22,7 @@ from oracle.formats.trace import Meta, Trace
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
-    from mlxkv.port.llama import Llama
+    from mlxkv.port.llama import Llama, ModelTap
 
 Array = npt.NDArray[Any]
 
@@ -44,6 +44,7 @@ class Runner(PlanRunner):
         self.model = model
         self.guarded = guarded
         self.cache_dtype = cache_dtype
+        self.tap: ModelTap | None = None
         self.caches: dict[str, Cache] = {}
         # The truth turns a sequence by the factors for its whole length, so every cache of the plan is made for it.
         longrope = model.config.rope.rope_type == "longrope"
@@ -83,11 +84,8 @@ class Runner(PlanRunner):
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
         """(L, V), or (1, V)."""
         whole = self.plan.rows == "all"
-        rows = host(
-            self.model([tokens], cache=self.caches[name], index_pos=index_pos, all_positions=whole)[
-                0
-            ]
-        )
+        given = {"cache": self.caches[name], "index_pos": index_pos, "tap": self.tap}
+        rows = host(self.model([tokens], all_positions=whole, **given)[0])
         return rows if whole else rows[None]
 
     def nothing(self) -> Array:

@@ -282,12 +282,8 @@ class Cache:
         self._masks.move_to_end(key)
         return self._masks[key]
 
-    def snapshot(self) -> tuple[Layer, ...]:
-        """What `restore` brings back."""
-        return self._layers
-
     def restore(self, layers: tuple[Layer, ...]) -> None:
-        """Every layer as it was."""
+        """Puts every layer back as `layers` showed it before."""
         self._layers = layers
 
 

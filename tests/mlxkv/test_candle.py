@@ -146,9 +146,7 @@ MUTANTS: dict[str, tuple[Patch, str, str]] = {
         replaced(
             ops,
             "attention",
-            lambda real: (
-                lambda *given, scale, hidden: real(*given, scale=scale * 1.001, hidden=hidden)
-            ),
+            lambda real: lambda *given, scale, **rest: real(*given, scale=scale * 1.001, **rest),
         ),
         "tiny/gqa",
         "cached",
