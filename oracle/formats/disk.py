@@ -6,19 +6,36 @@ Locks are the system's (flock), which go with the process however it ends. Where
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
-from oracle.formats import strict as files
 from oracle.formats.errors import Refusal
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A regular file's bytes; OSError for anything else: reading a pipe or a device may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        yield file
+
+
+def read_bytes(path: Path) -> bytes:
+    """A regular file whole."""
+    with opened(path) as file:
+        return file.read()
 
 
 @contextmanager
@@ -71,7 +88,7 @@ def claim_part(path: Path) -> Path:
 def sha256(path: Path) -> str:
     """Of a file's bytes, read in pieces."""
     try:
-        with files.opened(path) as file:
+        with opened(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from oracle.formats import strict as files
-from oracle.formats.errors import Refusal
+from oracle.formats import disk, strict_json
+from oracle.formats.errors import Refusal, brief
 
 FORMAT = "mlxkv-plan/1"
 Advance = Literal["right", "zero", "by_calls"]
@@ -155,7 +155,7 @@ def from_json(value: Any, *, where: str = "plan") -> Plan:
         )
     if value.get("format") != FORMAT:
         raise Refusal(
-            f"{where}: format is {files.shown(value.get('format'))}, expected {FORMAT!r}; make it again with this version"
+            f"{where}: format is {brief(value.get('format'))}, expected {FORMAT!r}; make it again with this version"
         )
     _known(value, {"format", "name", "rows", "steps"}, where)
     if not isinstance(value.get("name"), str) or not isinstance(value.get("steps"), list):
@@ -163,7 +163,7 @@ def from_json(value: Any, *, where: str = "plan") -> Plan:
     rows = value.get("rows", "all")
     if rows not in get_args(Rows):
         raise Refusal(
-            f"{where}: rows is {files.shown(rows)}, expected one of {', '.join(get_args(Rows))}"
+            f"{where}: rows is {brief(rows)}, expected one of {', '.join(get_args(Rows))}"
         )
     steps = tuple(_step(s, f"{where}: step {i}") for i, s in enumerate(value["steps"]))
     return Plan(value["name"], steps, rows)
@@ -172,7 +172,7 @@ def from_json(value: Any, *, where: str = "plan") -> Plan:
 def read(path: Path) -> Plan:
     """The plan in a JSON file."""
     try:
-        value = files.decode(files.read_bytes(path))
+        value = strict_json.decode(disk.read_bytes(path))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except ValueError as error:
@@ -234,7 +234,7 @@ def growing_prefixes(ids: tuple[int, ...], prompt: int) -> tuple[Step, ...]:
 def _step(value: Any, where: str) -> Step:
     do = value.get("do") if isinstance(value, dict) else value
     if not isinstance(value, dict) or not isinstance(do, str) or do not in _KEYS:
-        raise Refusal(f"{where}: do is {files.shown(do)}, expected one of {', '.join(_KEYS)}")
+        raise Refusal(f"{where}: do is {brief(do)}, expected one of {', '.join(_KEYS)}")
     kind, keys = _KEYS[value["do"]]
     _known(value, {"do", *keys}, where)
     missing = [k for k in keys if k not in value and k not in _OPTIONAL]
@@ -253,7 +253,7 @@ def _check(plan: Plan) -> None:
     """Values that no engine could follow, refused once and here."""
     if not _NAME.fullmatch(plan.name):
         raise Refusal(
-            f"plan {files.shown(plan.name)}: its name becomes a file's, expected 1 to 100 letters, digits and _ . -; rename it"
+            f"plan {brief(plan.name)}: its name becomes a file's, expected 1 to 100 letters, digits and _ . -; rename it"
         )
     alive: set[str] = set()
     for i, step in enumerate(plan.steps):
@@ -301,14 +301,14 @@ def _check_value(name: str, value: Any, where: str) -> None:
         low = 1 if name == "n" else 0
         good, expected = whole and low <= value < 2**31, f"a whole number from {low}"
     if not good:
-        raise Refusal(f"{where}: {name} is {files.shown(value)}, expected {expected}")
+        raise Refusal(f"{where}: {name} is {brief(value)}, expected {expected}")
 
 
 def _known(value: dict[str, Any], keys: set[str], where: str) -> None:
     unknown = sorted(set(map(str, value)) - keys)
     if unknown:
         raise Refusal(
-            f"{where}: unknown key {files.shown(unknown[0])}, expected {', '.join(sorted(keys))}"
+            f"{where}: unknown key {brief(unknown[0])}, expected {', '.join(sorted(keys))}"
         )
 
 

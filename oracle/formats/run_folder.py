@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from oracle.formats import strict as files
+from oracle.formats import disk, strict_json
 from oracle.formats.disk import sha256, write_text
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.formats.trace import _require_kinds, _sorted_json, _why
 
 TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished run folder, after every file named in it has been read and found unchanged."""
     path = folder / "manifest.json"
     try:
-        value = files.decode(files.read_bytes(path))
+        value = strict_json.decode(disk.read_bytes(path))
     except OSError as error:
         raise Refusal(
             f"{path}: cannot be read ({error.strerror}); make the folder with `mlxkv-oracle run --out {folder}`"
@@ -98,7 +98,7 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
         *manifest.tokens,
         *(
             generated
-            if files.fits(generated := manifest.environment.get("generated", []), list[int])
+            if strict_json.fits(generated := manifest.environment.get("generated", []), list[int])
             else [-1]
         ),
     ]
@@ -119,7 +119,7 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
     for key, values in odd.items():
         if values:
             raise Refusal(
-                f"{path}: {key} holds {files.shown(values[0])}, which no run writes; copy or make the folder again"
+                f"{path}: {key} holds {brief(values[0])}, which no run writes; copy or make the folder again"
             )
 
 

@@ -22,9 +22,8 @@ from typing import Any, Literal, Self, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from oracle.formats import disk
-from oracle.formats import strict as files
-from oracle.formats.errors import Refusal
+from oracle.formats import disk, strict_json
+from oracle.formats.errors import Refusal, brief
 from oracle.formats.plan import Greedy, Plan, from_json
 
 FORMAT = "mlxkv-trace/1"
@@ -247,15 +246,15 @@ def read_arrays(path: Path | str) -> tuple[dict[str, Any], dict[str, Array]]:
     """The metadata and the mapped arrays of any file that a Writer wrote."""
     path = Path(path)
     try:
-        with files.opened(path) as file:
+        with disk.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 2 <= length <= min(_MOST_HEADER, size - 8) else b""
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
     try:
-        tensors = files.decode(text)
-        meta = files.decode(tensors.pop("__metadata__")["mlxkv"])
+        tensors = strict_json.decode(text)
+        meta = strict_json.decode(tensors.pop("__metadata__")["mlxkv"])
         _check_tensors(tensors, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(
@@ -298,16 +297,16 @@ def _check_tensors(tensors: Mapping[str, Any], size: int) -> None:
         shape = tensor["shape"]
         if (
             tensor["dtype"] not in _DTYPES
-            or not files.fits([shape, [start, stop]], list[list[int]])
+            or not strict_json.fits([shape, [start, stop]], list[list[int]])
             or min([*shape, start, stop]) < 0
         ):
             raise ValueError(
-                f"{name} is {tensor['dtype']} {files.shown(shape)}, expected one of {', '.join(_DTYPES)}"
+                f"{name} is {tensor['dtype']} {brief(shape)}, expected one of {', '.join(_DTYPES)}"
             )
         # An empty array has any other sizes for nothing, but numpy multiplies them too.
         if len(shape) > _MOST_AXES or math.prod(max(n, 1) for n in shape) >= 2**60:
             raise ValueError(
-                f"{name} has shape {files.shown(shape)}, expected at most {_MOST_AXES} axes of a possible size"
+                f"{name} has shape {brief(shape)}, expected at most {_MOST_AXES} axes of a possible size"
             )
         if (
             start != end
@@ -323,7 +322,7 @@ def _check_tensors(tensors: Mapping[str, Any], size: int) -> None:
 
 def _meta(value: dict[str, Any], where: str) -> Meta:
     if value.get("format") != FORMAT:
-        raise Refusal(f"{where}: format is {files.shown(value.get('format'))}, expected {FORMAT!r}")
+        raise Refusal(f"{where}: format is {brief(value.get('format'))}, expected {FORMAT!r}")
     kinds = get_type_hints(Meta) | {
         "format": str,
         "plan": dict[str, Any],
@@ -333,12 +332,12 @@ def _meta(value: dict[str, Any], where: str) -> Meta:
     unknown = sorted(set(value) - set(kinds))
     if unknown:
         raise Refusal(
-            f"{where}: unknown metadata key {files.shown(unknown[0])}, expected {', '.join(sorted(kinds))}"
+            f"{where}: unknown metadata key {brief(unknown[0])}, expected {', '.join(sorted(kinds))}"
         )
     _require_kinds(value, {key: kinds[key] for key in value}, where)
     plan = from_json(value.get("plan", {}), where=f"{where}: plan")
     if value.get("plan_digest", plan.digest) != plan.digest:
-        found = files.shown(value["plan_digest"])
+        found = brief(value["plan_digest"])
         raise Refusal(
             f"{where}: plan_digest is {found}, expected {plan.digest} for its plan; write the trace again"
         )
@@ -366,12 +365,12 @@ def _require_kinds(values: Mapping[str, Any], kinds: Mapping[str, Any], where: s
     if odd:
         how, expected = "unknown" if odd[0] in values else "missing", ", ".join(sorted(kinds))
         raise Refusal(
-            f"{where}: {how} key {files.shown(odd[0])}, expected {expected}; make it again with this version"
+            f"{where}: {how} key {brief(odd[0])}, expected {expected}; make it again with this version"
         )
     for key, kind in kinds.items():
-        if not files.fits(values[key], kind):
+        if not strict_json.fits(values[key], kind):
             raise Refusal(
-                f"{where}: {key} is {files.shown(values[key])}, expected {files.named(kind)}; make it again with this version"
+                f"{where}: {key} is {brief(values[key])}, expected {strict_json.named(kind)}; make it again with this version"
             )
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict as files
 from oracle.formats.disk import own_folder
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.model import packing
 from oracle.model import safetensors as safetensors_file
 from oracle.model.packing import Packed
@@ -241,8 +240,8 @@ def _refuse_quantised(
     for key in _QUANTISED_KEYS:
         if config.get(key) is not None and not (packed and key in packing.KEYS):
             said = config[key] if isinstance(config[key], dict) else {}
-            method = said.get("quant_method") or said.get("quant_type") or files.shown(config[key])
-            raise Refusal(f"{path}: {key} says {files.shown(method)}, {remedy}")
+            method = said.get("quant_method") or said.get("quant_type") or brief(config[key])
+            raise Refusal(f"{path}: {key} says {brief(method)}, {remedy}")
     for name, tensor in tensors.items():
         if (_QUANTISED_TENSORS.fullmatch(name) and name not in known) or tensor.dtype.startswith(
             "F8_"

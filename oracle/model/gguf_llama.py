@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict as files
+from oracle.formats import strict_json
 from oracle.formats.errors import Refusal
 from oracle.model.gguf import Gguf, dequantised, main_type, read
 from oracle.model.safetensors import Progress
@@ -298,8 +298,8 @@ def tokenizer_of(metadata: dict[str, Any]) -> dict[str, Any] | None:
         "tokenizer.ggml.add_eos_token"
     )
     lists = (
-        files.fits([tokens, merges], list[list[str]])
-        and files.fits(kinds, list[int])
+        strict_json.fits([tokens, merges], list[list[str]])
+        and strict_json.fits(kinds, list[int])
         and tokens
         and merges
     )

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict as files
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.model.safetensors import Tensor
 
 KEYS = ("quantization", "quantization_config")
@@ -47,7 +46,7 @@ def read(
     again = config.get(KEYS[1])
     if again is not None and again != said:
         raise Refusal(
-            f"{where}: {KEYS[1]} says {files.shown(again)}, expected {files.shown(said)} as {KEYS[0]} says; {_REMEDY}"
+            f"{where}: {KEYS[1]} says {brief(again)}, expected {brief(said)} as {KEYS[0]} says; {_REMEDY}"
         )
     usual = _options(
         f"{where}: {KEYS[0]}", {key: value for key, value in said.items() if key in _OPTIONS}
@@ -60,7 +59,7 @@ def read(
     paths = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     if not paths:
         raise Refusal(
-            f"{where}: {KEYS[0]} says {files.shown(said)}, expected tensors with scales, found none; {_REMEDY}"
+            f"{where}: {KEYS[0]} says {brief(said)}, expected tensors with scales, found none; {_REMEDY}"
         )
     found = {f"{path}.weight": _packed(path, named.get(path, usual), tensors) for path in paths}
     for name, tensor in tensors.items():
@@ -94,12 +93,12 @@ def _options(where: str, said: Mapping[str, Any]) -> _Options:
     mode = said.get("mode", "affine")
     if mode != "affine":
         raise Refusal(
-            f"{where}: mode is {files.shown(mode)}, expected 'affine', the only one that can be judged; {_REMEDY}"
+            f"{where}: mode is {brief(mode)}, expected 'affine', the only one that can be judged; {_REMEDY}"
         )
     for key, known in (("bits", BITS), ("group_size", GROUPS)):
         if type(said.get(key)) is not int or said[key] not in known:
             raise Refusal(
-                f"{where}: {key} is {files.shown(said.get(key))}, expected one of {', '.join(map(str, known))}; {_REMEDY}"
+                f"{where}: {key} is {brief(said.get(key))}, expected one of {', '.join(map(str, known))}; {_REMEDY}"
             )
     return said["bits"], said["group_size"]
 
@@ -110,16 +109,16 @@ def _named(
     """What config.json says of one weight by its module's name: options of its own, true for the usual ones, false for none."""
     if f"{path}.weight" not in tensors:
         raise Refusal(
-            f"{where} is {files.shown(said)}, expected {', '.join(_OPTIONS)} or the name of a weight; {_REMEDY}"
+            f"{where} is {brief(said)}, expected {', '.join(_OPTIONS)} or the name of a weight; {_REMEDY}"
         )
     if not isinstance(said, bool | dict):
         raise Refusal(
-            f"{where} is {files.shown(said)}, expected true, false, or an object with bits and group_size; {_REMEDY}"
+            f"{where} is {brief(said)}, expected true, false, or an object with bits and group_size; {_REMEDY}"
         )
     has = f"{path}.scales" in tensors
     if has != (said is not False):
         raise Refusal(
-            f"{where} is {files.shown(said)}, expected {'its scales' if not has else 'no scales'} beside the weight; {_REMEDY}"
+            f"{where} is {brief(said)}, expected {'its scales' if not has else 'no scales'} beside the weight; {_REMEDY}"
         )
     return usual if said is True else None if said is False else _options(where, said)
 

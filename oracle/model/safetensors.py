@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict as files
-from oracle.formats.errors import Refusal
+from oracle.formats import disk, strict_json
+from oracle.formats.errors import Refusal, brief
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,7 +66,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def header(path: Path) -> dict[str, Tensor]:
     """The tensors that one file declares, once they are known to fill it exactly."""
     try:
-        with files.opened(path) as file:
+        with disk.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             length = int.from_bytes(first, "little")
@@ -82,7 +82,7 @@ def header(path: Path) -> dict[str, Tensor]:
     try:
         if not text:
             raise ValueError(f"a header of {length} bytes" if len(first) == 8 else "no header")
-        return _declared(path, files.decode(text), 8 + length, size)
+        return _declared(path, strict_json.decode(text), 8 + length, size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise Refusal(
@@ -98,11 +98,11 @@ def _declared(path: Path, entries: Any, base: int, size: int) -> dict[str, Tenso
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if (
             dtype not in _SIZES
-            or not files.fits([shape, [start, stop]], list[list[int]])
+            or not strict_json.fits([shape, [start, stop]], list[list[int]])
             or min([*shape, start, stop]) < 0
         ):
             raise ValueError(
-                f"{name} is {dtype} {files.shown(shape)}, expected one of {', '.join(_SIZES)}"
+                f"{name} is {dtype} {brief(shape)}, expected one of {', '.join(_SIZES)}"
             )
         if len(shape) > _MOST_AXES:
             raise ValueError(f"{name} has {len(shape)} axes, expected at most {_MOST_AXES}")
@@ -163,7 +163,7 @@ def _index(folder: Path) -> dict[str, str]:
             or "\0" in shard
         ):
             raise Refusal(
-                f"{path}: {name} is in {files.shown(shard)}, expected the name of a safetensors file beside it; download it again"
+                f"{path}: {name} is in {brief(shard)}, expected the name of a safetensors file beside it; download it again"
             )
     return where
 
@@ -191,7 +191,7 @@ def _only_file(folder: Path) -> Path:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a byte order mark in front is passed over."""
     try:
-        value = files.decode(files.read_bytes(path).decode("utf-8-sig"))
+        value = strict_json.decode(disk.read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
         raise Refusal(f"{path}: cannot be read ({error.strerror}); check the folder") from error
     except ValueError as error:
@@ -261,7 +261,7 @@ def _recalled(
 ) -> dict[str, str] | None:
     """What was remembered, or None where it is missing, damaged or of another file: then the hashes are made again."""
     try:
-        value = files.decode(files.read_bytes(record))
+        value = strict_json.decode(disk.read_bytes(record))
         found: dict[str, str] = value.pop("hashes")
         good = (
             value == stamp
@@ -277,7 +277,7 @@ def _hashed(path: Path, spans: Mapping[str, tuple[int, int]], progress: Progress
     found = {}
     buffer = memoryview(bytearray(2**20))
     total, done = sum(stop - start for start, stop in spans.values()), 0
-    with files.opened(path) as file:
+    with disk.opened(path) as file:
         for name, (start, stop) in spans.items():
             digest = hashlib.sha256()
             file.seek(start)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oracle.formats import strict as files
+from oracle.formats import disk
 from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def load(folder: Path) -> Tokenizer | None:
     import tokenizers
 
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_buffer(files.read_bytes(path)))
+        return Tokenizer(tokenizers.Tokenizer.from_buffer(disk.read_bytes(path)))
     except Exception as error:  # the library raises no narrower class
         why = " ".join(str(error).split())[:160]
         raise Refusal(

@@ -22,8 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oracle import folder
-from oracle.formats import disk, plan, run_folder, trace
-from oracle.formats import strict as files
+from oracle.formats import disk, plan, run_folder, strict_json, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.model import safetensors as safetensors_file
@@ -406,7 +405,7 @@ def test_a_gguf(data: st.DataObject) -> None:
 )
 def test_json_that_is_none_for_us(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        files.decode(text)
+        strict_json.decode(text)
 
 
 @pytest.mark.parametrize(
@@ -428,4 +427,4 @@ def test_json_that_is_none_for_us(text: bytes, why: str) -> None:
     ],
 )
 def test_kinds_are_the_annotations(value: Any, kind: Any, good: bool) -> None:
-    assert files.fits(value, kind) is good
+    assert strict_json.fits(value, kind) is good

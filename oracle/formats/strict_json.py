@@ -6,35 +6,15 @@ again, and nothing here waits for a pipe.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BufferedReader
-from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from oracle.formats.errors import brief
+
 _DEEPEST = 32  # of JSON within JSON; what is written here goes 5 deep
 _WIDEST = 2**63
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """A regular file's bytes; OSError for anything else, since a pipe or a device could make the reader wait forever."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with path.open("rb") as file:
-        yield file
-
-
-def read_bytes(path: Path) -> bytes:
-    """A regular file whole."""
-    with opened(path) as file:
-        return file.read()
 
 
 def decode(text: bytes | str) -> Any:
@@ -77,17 +57,11 @@ def named(kind: Any) -> str:
     return kind.__name__ if type(kind) is type else str(kind)
 
 
-def shown(value: Any) -> str:
-    """A value in a message: what it is, within one line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise ValueError(f"key {shown(key)} is there twice")
+            raise ValueError(f"key {brief(key)} is there twice")
         made[key] = value
     return made
 
