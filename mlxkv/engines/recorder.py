@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.engines.job import Job
-from mlxkv.engines.port import Runner
+from mlxkv.engines.port import PortRunner
 from mlxkv.engines.progress import bar
 from mlxkv.engines.runner import Array, host
 from mlxkv.port.llama import Llama
@@ -80,8 +80,8 @@ class Recorder:
         self.arrays[key][..., first : first + rows.shape[-2], :] = rows
 
 
-class TapRunner(Runner):
-    """A Runner whose every call is recorded.
+class TapRunner(PortRunner):
+    """A PortRunner whose every call is recorded.
 
     The recorder is told where a call's tokens stand by the plan, and not by what the engine thinks.
     """
@@ -120,7 +120,7 @@ def run(
 
 
 def hidden_states(truth: Trace, layers: int) -> dict[int, Array]:
-    """What leaves each layer of the truth, (n, E), by layer; a Refusal where it has none recorded."""
+    """What leaves each layer of the truth, (n, E), by layer; a Refusal where it is not recorded."""
     names = [f"tap/{i:03d}/hidden" for i in range(layers)]
     for name in names:
         if name not in truth.arrays:

@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from oracle.formats import disk
+from oracle.formats import child, disk
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint
@@ -78,15 +78,8 @@ def _install(target: Path) -> None:
     ]
     uv = shutil.which("uv")
     if importlib.util.find_spec("pip"):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            *options,
-            "--no-compile",
-            "--no-input",
-            "--disable-pip-version-check",
-        ]
+        quiet = ("--no-compile", "--no-input", "--disable-pip-version-check")
+        command = child.command("pip", *options, *quiet)
     elif uv:
         command = [uv, "pip", *options, "--python", sys.executable]
     else:

@@ -285,7 +285,7 @@ def test_the_wheel_is_fetched_by_the_installer_that_is_here(
         (c[: c.index("install") + 1], c[c.index("install") + 1 :]) for c in commands
     ]
     assert head == (
-        [sys.executable, "-m", "pip", "install"]
+        [sys.executable, "-P", "-m", "pip", "install"]
         if installer == "pip"
         else ["/usr/bin/uv", "pip", "install"]
     )
