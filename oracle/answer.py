@@ -19,7 +19,8 @@ from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Greedy, New, Plan
 from oracle.formats.run_folder import Manifest
-from oracle.formats.trace import Array, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 from oracle.model import packing
 from oracle.pool import errors as floors
 from oracle.pool import mean, reference
@@ -71,7 +72,7 @@ def write(
     else:
         true, proofs = _truth(question, question.config, folder, pool, environment, progress)
     tell("measuring the pool", 0, 1)
-    distinct = floors.write(folder / "floors.safetensors", true, members, kinds=pool.kinds)
+    measured = floors.write(folder / run_folder.FLOORS, true, members, kinds=pool.kinds)
     step, full = (members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in floors.blocks(full)
@@ -80,15 +81,9 @@ def write(
         for file in pool.files.values():
             if file.startswith("pool-"):
                 (folder / file).unlink()
-    if question.checkpoint.without:
-        environment["ignored_keys"] = list(question.checkpoint.without)
     if isinstance(question.config, Config):
         environment["rope"] = question.config.rope
-    if question.checkpoint.packed:
-        environment["packed"] = packing.words(question.checkpoint.packed)
-    environment |= {"generated": pool.generated, "pool": list(members), "pool_distinct": distinct}
-    environment |= {"left_out": pool.left_out} if pool.left_out else {}
-    return _manifest(question, folder, pool, proofs, environment)
+    return _manifest(question, folder, pool, measured, proofs, environment)
 
 
 def _truth(
@@ -278,6 +273,7 @@ def _manifest(
     question: Question,
     folder: Path,
     pool: _Pool,
+    measured: run_folder.Pool,
     proofs: dict[str, float],
     environment: dict[str, Any],
 ) -> Manifest:
@@ -295,9 +291,15 @@ def _manifest(
         prompt_tokens=question.prompt_tokens,
         tokens=sequence,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
+        generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},
         files={path.relative_to(folder).as_posix(): disk.sha256(path) for path in files},
         proofs=proofs,
+        pool=measured.members,
+        pool_distinct=measured.distinct,
+        left_out=pool.left_out,
+        ignored_keys=list(checkpoint.without),
+        packed=packing.words(checkpoint.packed),
         environment=environment,
         inputs=question.digest(),
     )

@@ -20,8 +20,16 @@ from oracle.formats import plan as plan_files
 from oracle.formats.disk import own_folder, unwritable
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Plan, judged_plans
-from oracle.formats.run_folder import MEAN, TRUTH, Manifest, read_manifest, write_manifest
-from oracle.formats.trace import read, read_arrays, write
+from oracle.formats.run_folder import (
+    FLOORS,
+    MEAN,
+    TRUTH,
+    Manifest,
+    read_floors,
+    read_manifest,
+    write_manifest,
+)
+from oracle.formats.trace import read, write
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors as floors
 from oracle.question import Asked, Note, Progress, ask, check_threads
@@ -31,7 +39,7 @@ _OURS = (
     "plans",
     TRUTH,
     MEAN,
-    "floors.safetensors",
+    FLOORS,
     "reference-*.safetensors",
     "pool-*.safetensors",
 )
@@ -122,20 +130,20 @@ def check(folder: Path | str) -> Manifest:
     manifest = read_manifest(folder)
     found = _check_plans(folder, manifest)
     wanted = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
-    for name in (manifest.measure, "floors.safetensors", *wanted):
+    for name in (manifest.measure, FLOORS, *wanted):
         if name not in manifest.files:
             raise Refusal(
                 f"{folder}: no {name} in manifest.json, expected one; copy or make the folder again"
             )
     for name in sorted(manifest.files):
-        if name.endswith(".safetensors") and name != "floors.safetensors":
+        if name.endswith(".safetensors") and name != FLOORS:
             plan = found[
                 "full"
                 if name == manifest.measure
                 else name.removesuffix(".safetensors").split("-")[-1]
             ]
             _check_trace(folder / name, manifest, plan)
-    _check_floors(folder / "floors.safetensors", manifest)
+    _check_floors(folder / FLOORS, manifest)
     for name in _PROOFS[manifest.measure]:
         value, limit = _proof(manifest, name)
         if not value <= limit:
@@ -199,8 +207,8 @@ def proofs(manifest: Manifest) -> list[str]:
 
 def _runs(manifest: Manifest) -> str:
     """Which runs of transformers the mean is of."""
-    pool, distinct = manifest.environment.get("pool"), manifest.environment.get("pool_distinct")
-    return f"transformers' {', '.join(map(str, pool)) if isinstance(pool, list) else 'runs'} ({distinct} of them bitwise distinct)"
+    pool, distinct = ", ".join(manifest.pool), manifest.pool_distinct
+    return f"transformers' {pool} ({distinct} of them bitwise distinct)"
 
 
 def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
@@ -254,19 +262,16 @@ def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
 
 
 def _check_floors(path: Path, manifest: Manifest) -> None:
-    meta, arrays = read_arrays(path)
-    members, kinds, n = meta.get("members"), meta.get("kinds"), len(manifest.tokens)
-    if (
-        meta.get("format") != floors.FORMAT
-        or not isinstance(members, list)
-        or not isinstance(kinds, list)
-    ):
-        raise Refusal(
-            f"{path}: format is {meta.get('format')!r}, expected {floors.FORMAT!r}; make the folder again"
+    pool, arrays = read_floors(path)
+    if (pool.members, pool.distinct) != (manifest.pool, manifest.pool_distinct):
+        what = f"members are {', '.join(pool.members)} ({pool.distinct} distinct)"
+        expected = (
+            f"expected {', '.join(manifest.pool)} ({manifest.pool_distinct}) as in the manifest"
         )
-    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members)) | {
-        "cached": len(kinds)
-    }
+        raise Refusal(f"{what}, {expected}", where=path, remedy="make the folder again")
+    n, members = len(manifest.tokens), len(pool.members)
+    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), members)
+    wanted["cached"] = len(pool.kinds)
     for name, rows in wanted.items():
         shape = arrays[name].shape if name in arrays else ()
         if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Plan, judged_plans
+from oracle.formats.plan import Plan, judged_plans
 from oracle.formats.run_folder import inputs_digest
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
@@ -90,7 +90,7 @@ class Question:
     def _check_sides(self, plans: Mapping[str, Plan], original: int) -> None:
         """transformers chooses longrope's factors at every call: a cache filled on both sides of the original length mixes them."""
         for name, plan in plans.items():
-            first = next(len(step.tokens) for step in plan.steps if isinstance(step, Call))
+            first = next(call.fed for call in plan.calls())
             if first <= original < self.length:
                 raise Refusal(
                     f"tokens: plan {name} begins with {first} of {self.length}, expected both on one side of {original}, up to which "
@@ -119,7 +119,7 @@ class Question:
         n, p = self.length, self.prompt_tokens
         chunks = [p]
         if "chunked" in plans:
-            sizes = [len(step.tokens) for step in plans["chunked"].steps if isinstance(step, Call)]
+            sizes = [call.fed for call in plans["chunked"].calls()]
             chunks = sizes[: len(sizes) - (n - p)]
         ways = {
             "full": [n],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from mlxkv.engines import machine
 from mlxkv.engines.process import Finished, Process
+from oracle.formats import strict_json
 from oracle.formats.disk import write_text
 from oracle.formats.exits import end_with_parent
-from oracle.formats.plan import Plan, from_json
+from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
 if TYPE_CHECKING:
@@ -109,18 +111,16 @@ class Job:
     def save(self) -> Path:
         """Writes the job's file, which the engine's process reads."""
         path = self.out / "job.json"
-        value = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "out"}
-        value |= {"plans": [p.to_json() for p in self.plans], "caches": dict(self.caches)}
-        write_text(path, json.dumps(value))
+        write_text(path, msgspec.json.encode(self, enc_hook=str).decode())
         return path
 
 
 def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
-    value = json.loads(path.read_text(encoding="utf-8"))
-    plans = tuple(from_json(p) for p in value.pop("plans"))
-    taps, ignore_keys = tuple(value.pop("taps")), tuple(value.pop("ignore_keys"))
-    return Job(plans=plans, out=path.parent, taps=taps, ignore_keys=ignore_keys, **value)
+    remedy = "start it again"
+    value = strict_json.read(path, remedy=remedy)
+    # The folder may have been moved, and a path is no JSON.
+    return strict_json.typed(value | {"out": path.parent}, Job, where=path, remedy=remedy)
 
 
 def serve(follow: Callable[[Job], None]) -> None:

@@ -85,7 +85,7 @@ class PlanRunner(ABC):
             try:
                 outcome = Outcome(tokens=self._step(i, step))
             except self.failures as error:
-                outcome = Outcome(error=" ".join(str(error).split()) or type(error).__name__)
+                outcome = Outcome.failed(error)
             self.outcomes.append(outcome)
             advance(1)
         return self

@@ -18,10 +18,11 @@ from typing import Any
 
 from oracle.formats.disk import own_folder
 from oracle.formats.errors import Refusal, brief
+from oracle.formats.header import Tensor
 from oracle.model import packing
 from oracle.model import safetensors as safetensors_file
 from oracle.model.packing import Packed
-from oracle.model.safetensors import Progress, Tensor
+from oracle.model.safetensors import Progress
 
 DEFAULT = "default"
 _DEFAULT_NAME = "SmolLM2-135M-Instruct"
@@ -209,7 +210,8 @@ def _open(
             if ggufs
             else "give the folder of a Hugging Face checkpoint"
         )
-        raise Refusal(f"{folder}: no config.json, expected it beside the safetensors; {remedy}")
+        what = "no config.json, expected it beside the safetensors"
+        raise Refusal(what, where=folder, remedy=remedy)
     config = safetensors_file.read_object(path)
     tensors = safetensors_file.tensors(folder)
     packed = packing.read(path, config, tensors)
@@ -235,20 +237,20 @@ def _refuse_quantised(
     packed: Mapping[str, Packed],
 ) -> None:
     """Stored integers mean nothing without their scales, and each method has its own: named, so that nobody reads them bare."""
-    remedy = "expected plain float weights, or MLX's affine ones as mlx-lm writes them; give the model's unquantised checkpoint or its GGUF"
+    expected = "expected plain float weights, or MLX's affine ones as mlx-lm writes them"
+    remedy = "give the model's unquantised checkpoint or its GGUF"
     known = {p.scales for p in packed.values()}
     for key in _QUANTISED_KEYS:
         if config.get(key) is not None and not (packed and key in packing.KEYS):
             said = config[key] if isinstance(config[key], dict) else {}
             method = said.get("quant_method") or said.get("quant_type") or brief(config[key])
-            raise Refusal(f"{path}: {key} says {brief(method)}, {remedy}")
+            raise Refusal(f"{key} says {brief(method)}, {expected}", where=path, remedy=remedy)
     for name, tensor in tensors.items():
         if (_QUANTISED_TENSORS.fullmatch(name) and name not in known) or tensor.dtype.startswith(
             "F8_"
         ):
-            raise Refusal(
-                f"{tensor.file}: {name} ({tensor.dtype}) belongs to quantised weights, {remedy}"
-            )
+            what = f"{name} ({tensor.dtype}) belongs to quantised weights"
+            raise Refusal(f"{what}, {expected}", where=tensor.file, remedy=remedy)
 
 
 def _default(tell: Progress) -> Checkpoint:
@@ -308,11 +310,11 @@ def _open_converted(folder: Path, source: str, name: str, note: str, tell: Progr
     try:
         return _open(folder, source, name, note, tell)
     except Refusal as error:
-        if not str(error).startswith(str(folder)):
+        # What stands elsewhere is no fault of the converted folder, such as a full cache.
+        if error.where and not Path(error.where).is_relative_to(folder):
             raise
-        raise Refusal(
-            f"{str(error).rsplit('; ', 1)[0]}; delete {folder} to have it made again"
-        ) from error
+        remedy = f"delete {folder} to have it made again"
+        raise Refusal(error.what, where=error.where, remedy=remedy) from error
 
 
 def _cache(part: str) -> Path:
@@ -320,9 +322,9 @@ def _cache(part: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refusal(
-            f"{folder}: cannot be written ({error.strerror}); name another cache folder in MLXKV_CACHE"
-        ) from error
+        why = f"cannot be written ({error.strerror})"
+        remedy = "name another cache folder in MLXKV_CACHE"
+        raise Refusal(why, where=folder, remedy=remedy) from error
     return folder
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import strict_json
+from oracle.formats import header, strict_json
 from oracle.formats.errors import Refusal
 from oracle.model.gguf import Gguf, dequantised, main_type, read
 from oracle.model.safetensors import Progress
@@ -251,26 +251,13 @@ def _targets(gguf: Gguf, config: dict[str, Any]) -> dict[str, _Target]:
 
 
 def _write_weights(gguf: Gguf, targets: dict[str, _Target], path: Path, progress: Progress) -> str:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = sorted(targets, key=lambda name: targets[name].name)
-    end = 0
-    for name in order:
-        start, end = end, end + 4 * math.prod(targets[name].shape)
-        header[targets[name].name] = {
-            "dtype": "F32",
-            "shape": list(targets[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
+    entries, _ = header.declare({targets[n].name: ("F32", targets[n].shape) for n in order})
+    first = header.encoded(entries, {"format": "pt"})
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for i, name in enumerate(["", *order]):
-            piece = (
-                len(text).to_bytes(8, "little") + text
-                if not name
-                else _split_halves(dequantised(gguf, name), targets[name].heads)
-            )
+            piece = _split_halves(dequantised(gguf, name), targets[name].heads) if name else first
             file.write(piece)
             digest.update(piece)
             progress(f"converting {gguf.path.name}", i, len(order))

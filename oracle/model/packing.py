@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oracle.formats.errors import Refusal, brief
-from oracle.model.safetensors import Tensor
+from oracle.formats.header import Tensor
 
 KEYS = ("quantization", "quantization_config")
 """Where config.json says so, twice with the same value."""

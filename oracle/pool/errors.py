@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Array, Trace, Writer
+from oracle.formats.run_folder import Pool
+from oracle.formats.tensors import Array, Writer
+from oracle.formats.trace import Trace
 
-FORMAT = "mlxkv-floors/1"
 KINDS = ("eager", "sdpa")
 _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
@@ -34,8 +35,8 @@ def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str
 
 def write(
     path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS
-) -> int:
-    """Measures the members, in the order of `members_of`, into one file; returns how many of them differ bitwise."""
+) -> Pool:
+    """Measures the members, in the order of `members_of`, into one file; returns what it says of them."""
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
     n = len(truth.logits)
     layers = sum(1 for name in truth.arrays if name.endswith("/keys"))
@@ -57,8 +58,9 @@ def write(
             for rows in blocks(full):
                 out.arrays["cached"][k, rows] = _rms(step[rows].astype(np.float64) - full[rows])
         distinct = len(distinct_of({name: members[name] for name in names}))
-        out.finish({"format": FORMAT, "members": names, "kinds": list(kinds), "distinct": distinct})
-    return distinct
+        pool = Pool(names, list(kinds), distinct)
+        out.finish(pool.to_json())
+    return pool
 
 
 def distinct_of(members: Mapping[str, Trace]) -> dict[str, Trace]:

@@ -15,7 +15,8 @@ import numpy as np
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Array, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 from oracle.pool import errors as floors
 
 ENGINE = "transformers' mean"
@@ -52,10 +53,7 @@ def write(
             "written out; give more tokens"
         )
     first = distinct[0]
-    lacks = next(
-        (m.meta.environment["cache"] for m in members.values() if "cache" in m.meta.environment),
-        None,
-    )
+    lacks = next((m.meta.no_cache for m in members.values() if m.meta.no_cache), "")
     names = [] if lacks else sorted(name for name in first.arrays if name.startswith("kv/"))
     n = len(first.logits)
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {
@@ -71,7 +69,8 @@ def write(
         fingerprint=first.meta.fingerprint,
         config_digest=first.meta.config_digest,
         outcomes=[trace.Outcome() for _ in plan.steps],
-        environment=dict(environment) | ({"cache": lacks} if lacks else {}),
+        environment=dict(environment),
+        no_cache=lacks,
     )
     with trace.writer(path, meta, shapes) as out:
         for name in ("logits", *names):

@@ -24,9 +24,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Inexpressible, Refusal, one_line
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
-from oracle.formats.trace import Array, Meta, Outcome, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 from oracle.pool import neighbour_model
 from oracle.truth.config import check_weights, config_of, effective
@@ -94,7 +95,7 @@ class Reference:
         except Exception as error:  # its validators raise whatever they like
             name = f"transformers {transformers.__version__}"
             raise Refusal(
-                f"{checkpoint.folder}: {name} refuses this model ({_one_line(error)})"
+                f"{checkpoint.folder}: {name} refuses this model ({one_line(error, 300)})"
             ) from error
         self._model: Any = model.eval()
         self.kinds: tuple[Attention, ...] = (
@@ -120,9 +121,8 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment()
-            | {"attention": attention}
-            | ({"cache": lacks} if lacks else {}),
+            environment=environment() | {"attention": attention},
+            no_cache=lacks,
         )
         return Trace(meta, arrays)
 
@@ -176,7 +176,9 @@ class _Run:
     def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
         self._model, self._last = model, plan.rows == "last"
         self._caches: dict[str, DynamicCache | None] = {}
-        most = sum(self._count(step) for step in plan.steps)
+        most = sum(
+            call.fed + (1 - len(call.step.tokens) if self._last else 0) for call in plan.calls()
+        )
         self._logits = np.empty((most, vocab_size), np.float32)
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 
@@ -199,7 +201,7 @@ class _Run:
                     self._fresh() if self._caches[step.cache] is not None else None
                 )
         except Exception as error:
-            return Outcome(chosen or None, _one_line(error) or type(error).__name__)
+            return Outcome.failed(error, chosen or None)
         return Outcome(chosen or None)
 
     def arrays(self) -> tuple[dict[str, Array], str]:
@@ -225,9 +227,7 @@ class _Run:
         if index_pos not in (None, held):
             if held:
                 where = f"index_pos {index_pos} with {held} tokens cached"
-                raise Refusal(
-                    f"cannot be expressed: {where}, as transformers takes the position from its cache"
-                )
+                raise Inexpressible(f"{where}, as transformers takes the position from its cache")
             # Where nothing is cached a caller may say position_ids, and only them.
             given["position_ids"] = torch.arange(index_pos, index_pos + len(tokens))[None]
         rows: Tensor = self._model(torch.tensor([tokens]), **given).logits[0]
@@ -261,13 +261,6 @@ class _Run:
 
     def _fresh(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
-
-    def _count(self, step: Step) -> int:
-        if not isinstance(step, Call | Greedy):
-            return 0
-        return (1 if self._last else len(step.tokens)) + (
-            step.n - 1 if isinstance(step, Greedy) else 0
-        )
 
 
 def _length(cache: DynamicCache | None) -> int:
@@ -317,7 +310,3 @@ def _processor() -> str:
         lines = []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Array
+from oracle.formats.tensors import Array
 from oracle.model.checkpoint import Checkpoint
 from oracle.model.packing import Packed
 from oracle.truth import unpack as dequantise

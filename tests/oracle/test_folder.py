@@ -94,7 +94,7 @@ def names(path):
 
 def test_the_default_models_greedy_tokens_and_sizes_are_the_goldens(default_run):
     out, manifest = default_run
-    assert manifest.environment["generated"] == GENERATED
+    assert manifest.generated == GENERATED
     assert manifest.tokens == [504, 3575, 282, 4649, 314, *GENERATED[:19]]
     assert (manifest.prompt, manifest.prompt_tokens, manifest.texts[:5]) == (
         PROMPT,
@@ -136,13 +136,8 @@ def test_the_default_folder_checks_and_shows(default_run):
 
 
 def test_the_floors_are_the_formulas(kept):
-    meta, floors = trace.read_arrays(kept / "floors.safetensors")
-    assert meta == {
-        "format": "mlxkv-floors/1",
-        "members": MEMBERS,
-        "kinds": ["eager", "sdpa"],
-        "distinct": meta["distinct"],
-    }
+    pool, floors = run_folder.read_floors(kept / "floors.safetensors")
+    assert (pool.members, pool.kinds) == (MEMBERS, ["eager", "sdpa"])
     files = [
         f"pool-{name}" if name.startswith("eager") else f"reference-{name[5:]}" for name in MEMBERS
     ]
@@ -150,7 +145,7 @@ def test_the_floors_are_the_formulas(kept):
         name: trace.read(kept / f"{file}.safetensors")
         for name, file in zip(MEMBERS, files, strict=True)
     }
-    assert meta["distinct"] == len({m.logits.tobytes() for m in members.values()}) >= 3
+    assert pool.distinct == len({m.logits.tobytes() for m in members.values()}) >= 3
     true = trace.read(kept / "truth.safetensors")
     for m, name in enumerate(MEMBERS):
         error = members[name].logits.astype(np.float64) - true.logits
@@ -171,7 +166,7 @@ def test_the_floors_are_the_formulas(kept):
 
 
 def test_the_pools_noise_is_float32s(kept):
-    _, floors = trace.read_arrays(kept / "floors.safetensors")
+    _, floors = run_folder.read_floors(kept / "floors.safetensors")
     assert 1e-9 < floors["rms"].min() < floors["rms"].max() < 1e-5
     assert floors["keys"].max() < 1e-5
 
@@ -185,8 +180,8 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
     members |= {name: trace.read(kept / f"pool-{name}.safetensors") for name in MEMBERS[:2]}
     floors.write(tmp_path / "f.safetensors", trace.read(kept / "truth.safetensors"), members)
     whole, pieces = (
-        trace.read_arrays(kept / "floors.safetensors"),
-        trace.read_arrays(tmp_path / "f.safetensors"),
+        run_folder.read_floors(kept / "floors.safetensors"),
+        run_folder.read_floors(tmp_path / "f.safetensors"),
     )
     assert whole[0] == pieces[0]
     for name, array in whole[1].items():
@@ -204,7 +199,7 @@ def test_the_plans_are_those_asked_for(kept):
     manifest = run_folder.read_manifest(kept)
     chunked = json.loads((kept / "plans" / "chunked.json").read_text())
     assert [len(s["tokens"]) for s in chunked["steps"][1:]] == [2, 4, 1, 1, 1, 1, 1, 1]
-    assert manifest.tokens == models.tokens(7) + manifest.environment["generated"][:5]
+    assert manifest.tokens == models.tokens(7) + manifest.generated[:5]
     assert (manifest.prompt, manifest.texts, manifest.note) == (None, [], "")
 
 
@@ -212,7 +207,7 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
     manifest = oracle.run(model, out=tmp_path / "out", tokens=[5], steps=4, threads=1)
     assert sorted(manifest.plans) == ["full", "prefixes", "step"]
     assert "reference-chunked.safetensors" not in manifest.files
-    assert trace.read_arrays(tmp_path / "out" / "floors.safetensors")[0]["members"] == MEMBERS[:4]
+    assert run_folder.read_floors(tmp_path / "out" / "floors.safetensors")[0].members == MEMBERS[:4]
     folder.check(tmp_path / "out")
 
 
@@ -240,7 +235,7 @@ def test_a_sequence_may_be_given_whole(model, tmp_path, given, prompt, steps, le
     )
     assert manifest.tokens[:given] == ids
     assert (len(manifest.tokens), manifest.prompt_tokens) == (length, prompt or given)
-    assert len(manifest.environment["generated"]) == steps
+    assert len(manifest.generated) == steps
     folder.check(tmp_path / "out")
 
 
@@ -252,7 +247,7 @@ def test_half_precision_runs_are_judged_on_rounded_weights(model, tmp_path, dtyp
     folder.check(tmp_path / "out")
     assert manifest.dtype == dtype
     assert manifest.proofs["transformers_double"] < 1e-6
-    _, floors = trace.read_arrays(tmp_path / "out" / "floors.safetensors")
+    _, floors = run_folder.read_floors(tmp_path / "out" / "floors.safetensors")
     assert floors["rms"].min() > 1e-4
 
 
@@ -351,7 +346,7 @@ def test_a_number_that_is_not_finite_is_found(copy):
 def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
     assert question.digest() == run_folder.read_manifest(kept).inputs
-    code = "import sys; from oracle.trace import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
+    code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
     code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
