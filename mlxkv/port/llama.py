@@ -40,7 +40,7 @@ QUERIES = 256
 
 
 class RMSNorm(nn.Module):
-    """Divides a row by its root mean square and multiplies it by a weight (E,); arXiv:1910.07467."""
+    """Divides a row by its root mean square and multiplies by a weight (E,); arXiv:1910.07467."""
 
     def __init__(self, dims: int, eps: float) -> None:
         super().__init__()
@@ -255,7 +255,9 @@ def blockwise(
     hidden: mx.array | None,
     tap: Tap | None = None,
 ) -> mx.array:
-    """`ops.attention`, QUERIES queries at a time: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+    """`ops.attention`, QUERIES queries at a time.
+
+    [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
     No query of a block sees a key after the block's last one. So a long prompt costs little more
     than half the work, and its scores take a fraction of the memory.

@@ -39,7 +39,7 @@ def name_of(dtype: mx.Dtype) -> str:
 
 
 def accurate(dtype: mx.Dtype) -> mx.Dtype:
-    """The dtype in which attention runs and logits are returned: float64 for float64, else float32."""
+    """The dtype of attention and of the logits: float64 for float64 weights, else float32."""
     return mx.float64 if dtype == mx.float64 else mx.float32
 
 
@@ -83,10 +83,13 @@ def attention(
     hidden: mx.array | None,
     tap: Tap | None = None,
 ) -> mx.array:
-    """softmax(queries @ keys^T * scale) @ values: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+    """softmax(queries @ keys^T * scale) @ values.
+
+    [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
     `hidden` (L, S) is true where a query may not see a key. Query head h reads KV head
-    h // (H / K). `tap` is shown the masked `scores` [B, K, H/K, L, S]; only the exact form has them.
+    h // (H / K). `tap` is shown the masked `scores` [B, K, H/K, L, S], which only the exact form
+    has.
     """
     if queries.dtype != mx.float64:
         visible = None if hidden is None else mx.logical_not(hidden)
