@@ -298,7 +298,7 @@ def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
     with pytest.raises(Refusal, match=r"taps: 'q', expected some of hidden$"):
         asked(place, tmp_path, taps=["q"])
     with pytest.raises(Refusal, match="model_type is 'phi3', expected 'llama'"):
-        folder.follow(str(place), plans=[], out=tmp_path)
+        folder.follow(str(place), plan_files=[], out=tmp_path)
     with pytest.raises(Refusal, match="expected at most 64 "):
         asked(place, tmp_path, tokens=TOKENS, prompt_tokens=None, steps=60)
 
