@@ -209,6 +209,7 @@ def _manifest(
     question: Question,
     folder: Path,
     pool: _Pool,
+    measured: run_folder.Pool,
     proofs: dict[str, float],
     environment: dict[str, Any],
 ) -> Manifest:
@@ -226,9 +227,15 @@ def _manifest(
         prompt_tokens=question.prompt_tokens,
         tokens=sequence,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
+        generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},
         files={path.relative_to(folder).as_posix(): disk.sha256(path) for path in files},
         proofs=proofs,
+        pool=measured.members,
+        pool_distinct=measured.distinct,
+        left_out=pool.left_out,
+        ignored_keys=list(checkpoint.without),
+        packed=packing.words(checkpoint.packed),
         environment=environment,
         inputs=question.digest(),
     )

@@ -137,7 +137,7 @@ class Question:
         n, p = self.length, self.prompt_tokens
         chunks = [p]
         if "chunked" in plans:
-            sizes = [len(step.tokens) for step in plans["chunked"].steps if isinstance(step, Call)]
+            sizes = [call.fed for call in plans["chunked"].calls()]
             chunks = sizes[: len(sizes) - (n - p)]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
         ways["chunked"] = [size for size in ways["chunked"] if size]

@@ -17,7 +17,7 @@ import numpy as np
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
@@ -54,8 +54,8 @@ class Runner(PlanRunner):
             return
         trimmed = trim_prompt_cache(cache, held - length)
         if trimmed != held - length:
-            raise Refusal(
-                f"cannot be expressed: trim_prompt_cache trimmed {trimmed} of {held - length} tokens from a {self.cache}"
+            raise Inexpressible(
+                f"trim_prompt_cache trimmed {trimmed} of {held - length} tokens from a {self.cache}"
             )
 
     def reset(self, name: str) -> None:
@@ -73,8 +73,8 @@ class Runner(PlanRunner):
 
         held = self.held(name)
         if index_pos not in (None, held):
-            raise Refusal(
-                f"cannot be expressed: index_pos {index_pos} with {held} tokens cached, as mlx-lm takes the position from its cache"
+            raise Inexpressible(
+                f"index_pos {index_pos} with {held} tokens cached, as mlx-lm takes the position from its cache"
             )
         logits = self.model(mx.array([tokens]), cache=self.caches[name])[0]
         return host(logits if self.plan.rows == "all" else logits[-1:])

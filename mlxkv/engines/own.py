@@ -24,14 +24,14 @@ from mlxkv.engines import runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.formats.disk import sha256
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
 
 CONVENTION = "expected mlx-lm's convention: model(tokens, cache=cache) -> logits (B, L, V), and make_cache() -> one cache per layer"
 
 
-class Inexpressible(ValueError):
-    """A step that the convention has no words for; it ends alone."""
+class TooShort(ValueError):
+    """A crop to more tokens than the cache holds; the step ends alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Runner(PlanRunner):
     Positions are counted here: a cache that counts wrongly is to be judged, not believed.
     """
 
-    failures = (Inexpressible,)
+    failures = (Inexpressible, TooShort)
 
     def __init__(self, model: Any, plan: Plan, *, name: str, vocab: int) -> None:
         super().__init__(plan)
@@ -91,18 +91,18 @@ class Runner(PlanRunner):
         """Every layer's `trim` of what is too much, as mlx-lm's users do."""
         cache, held = self.caches[name], self.fed[name]
         if length > held:
-            raise Inexpressible(
+            raise TooShort(
                 f"crop: length is {length}, expected at most the {held} tokens cached"
             )
         if cache is None:
             return
         if not all(hasattr(layer, "trim") for layer in cache):
-            raise Inexpressible("cannot be expressed: a layer's cache has no trim()")
+            raise Inexpressible("a layer's cache has no trim()")
         with told(self.name, "trim()"):
             trimmed = {layer.trim(held - length) for layer in cache}
         if trimmed != {held - length}:
             raise Inexpressible(
-                f"cannot be expressed: trim() trimmed {sorted(map(str, trimmed))} of {held - length} tokens"
+                f"trim() trimmed {sorted(map(str, trimmed))} of {held - length} tokens"
             )
         self.fed[name] = length
 
@@ -121,7 +121,7 @@ class Runner(PlanRunner):
         held, cache = self.fed[name], self.caches[name]
         if index_pos not in (None, held):
             raise Inexpressible(
-                f"cannot be expressed: index_pos {index_pos} with {held} tokens cached, as the cache has the position"
+                f"index_pos {index_pos} with {held} tokens cached, as the cache has the position"
             )
         given = self._made() if cache is None else cache
         with told(self.name, "model(tokens, cache=cache)"):

@@ -73,9 +73,7 @@ class PlanRunner(ABC):
             try:
                 self.outcomes.append(Outcome(tokens=self._step(i, step)))
             except self.failures as error:
-                self.outcomes.append(
-                    Outcome(error=" ".join(str(error).split()) or type(error).__name__)
-                )
+                self.outcomes.append(Outcome.failed(error))
             advance(1)
         return self
 

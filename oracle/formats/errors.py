@@ -18,6 +18,13 @@ class Refusal(ValueError):
         super().__init__(f"{line}; {remedy}" if remedy else line)
 
 
+class Inexpressible(Refusal):
+    """A step of a plan for which a system has no call, rather than one that it answers wrongly."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, where="cannot be expressed")
+
+
 class AlreadySaid(Exception):
     """A process of ours has refused and has said why on stderr."""
 

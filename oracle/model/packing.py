@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from oracle.formats.errors import Refusal, brief
-from oracle.model.safetensors import Tensor
+from oracle.formats.header import Tensor
 
 KEYS = ("quantization", "quantization_config")
 """The keys of config.json on packed weights; mlx-lm writes the same value under both."""

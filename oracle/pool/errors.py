@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Array, Trace, Writer
+from oracle.formats.run_folder import Pool
+from oracle.formats.tensors import Array, Writer
+from oracle.formats.trace import Trace
 
 FORMAT = "mlxkv-floors/1"
 FLOORS = "floors.safetensors"

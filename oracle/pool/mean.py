@@ -65,7 +65,8 @@ def write(
         engine=ENGINE,
         dtype="float64",
         outcomes=[trace.Outcome() for _ in plan.steps],
-        environment=dict(environment) | ({"cache": lacks} if lacks else {}),
+        environment=dict(environment),
+        no_cache=lacks,
     )
     n = len(first.logits)
     shapes: dict[str, tuple[type, tuple[int, ...]]]

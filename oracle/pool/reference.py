@@ -28,7 +28,8 @@ from transformers.utils import logging
 
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
-from oracle.formats.trace import Array, Meta, Outcome, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 from oracle.pool import neighbour_model
 from oracle.truth.config import check_weights, config_of, effective
@@ -171,7 +172,9 @@ class _Run:
     def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
         self._model, self._last = model, plan.rows == "last"
         self._caches: dict[str, DynamicCache | None] = {}
-        most = sum(self._count(step) for step in plan.steps)
+        most = sum(
+            call.fed + (1 - len(call.step.tokens) if self._last else 0) for call in plan.calls()
+        )
         self._logits = np.empty((most, vocab_size), np.float32)
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 

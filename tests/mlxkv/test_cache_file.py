@@ -20,7 +20,7 @@ from mlxkv.port.cache import BLOCK, Cache, CacheError, Layer
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Writer
+from oracle.formats.tensors import Writer
 
 FolderOf = Callable[[str], Path]
 DTYPES = ("float32", "float16", "bfloat16", "float64")

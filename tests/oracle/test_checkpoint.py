@@ -218,9 +218,9 @@ def test_a_damaged_file_is_refused_by_its_name(
     [
         pytest.param({"shape": [5, 4]}, "for F32 [5, 4]", id="shape"),
         pytest.param({"dtype": "F16"}, "for F16 [4]", id="dtype"),
-        pytest.param({"dtype": "F4"}, "is F4 [4], expected one of", id="unknown dtype"),
-        pytest.param({"shape": [-1, -4]}, "[-1, -4], expected", id="negative"),
-        pytest.param({"shape": [4.0]}, "[4.0], expected", id="not whole"),
+        pytest.param({"dtype": "F4"}, "is 'F4', expected one of", id="unknown dtype"),
+        pytest.param({"shape": [-1, -4]}, "shape[0] is -1, expected int >= 0", id="negative"),
+        pytest.param({"shape": [4.0]}, "shape[0] is 4.0, expected int", id="not whole"),
         pytest.param(
             {"data_offsets": [8, 24]}, "has bytes 8 to 24, expected them from", id="overlap"
         ),
