@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from oracle.formats import disk, trace
+from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Progress, silent
-from oracle.formats.run_folder import MEAN, TRUTH, Manifest
-from oracle.formats.trace import Array, Trace
+from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 from oracle.model import packing
 from oracle.pool import errors, mean, reference
 from oracle.pool.neighbour import Neighbour
@@ -69,7 +70,7 @@ def write(
     environment = reference.environment() | {"dtype": question.dtype, "attention": own}
     measure, proofs = _measure(question, folder, pool, members, environment, progress)
     progress("measuring the pool", 0, 1)
-    distinct = errors.write(folder / errors.FLOORS, measure, members, kinds=pool.kinds)
+    measured = errors.write(folder / FLOORS, measure, members, kinds=pool.kinds)
     step, full = (members[f"{own}-{plan}"].logits for plan in ("step", "full"))
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
@@ -77,8 +78,9 @@ def write(
     for file in pool.files.values():
         if file.startswith("pool-") and not keep_pool:
             (folder / file).unlink()
-    environment |= {"pool": list(members), "pool_distinct": distinct}
-    return _manifest(question, folder, pool, proofs, environment | _notes(question, pool))
+    if isinstance(question.config, Config):
+        environment["rope"] = question.config.rope
+    return _manifest(question, folder, pool, measured, proofs, environment)
 
 
 def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
@@ -191,18 +193,6 @@ def _measure(
     double = float(np.sqrt(np.mean(error * error))) / most
     proofs = {"truth_agreement": apart / most, "transformers_double": double, "truth_max": most}
     return true, proofs | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()}
-
-
-def _notes(question: Question, pool: _Pool) -> dict[str, Any]:
-    """What a report says of the run; absent where there is nothing to say."""
-    checkpoint, config = question.checkpoint, question.config
-    notes = {
-        "ignored_keys": list(checkpoint.without),
-        "rope": config.rope if isinstance(config, Config) else "",
-        "packed": packing.words(checkpoint.packed),
-        "left_out": pool.left_out,
-    }
-    return {"generated": pool.generated} | {key: value for key, value in notes.items() if value}
 
 
 def _manifest(

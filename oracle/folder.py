@@ -23,13 +23,21 @@ from oracle.formats.disk import own_folder, unwritable
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.run_folder import MEAN, TRUTH, Manifest, read_manifest, write_manifest
+from oracle.formats.run_folder import (
+    FLOORS,
+    MEAN,
+    TRUTH,
+    Manifest,
+    read_floors,
+    read_manifest,
+    write_manifest,
+)
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
 from oracle.question import Asked, ask, check_threads
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
-_OURS = ("manifest.json", "plans", TRUTH, MEAN, errors.FLOORS, *_POOL)
+_OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
 _DOUBLE = "transformers' .double() is within"
 _PROOFS = {
     TRUTH: {
@@ -119,15 +127,15 @@ def check(folder: Path | str) -> Manifest:
     manifest = read_manifest(folder)
     found = _check_plans(folder, manifest)
     references = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
-    for name in (manifest.measure, errors.FLOORS, *references):
+    for name in (manifest.measure, FLOORS, *references):
         if name not in manifest.files:
             what = f"no {name} in manifest.json, expected one"
             raise Refusal(what, where=folder, remedy="copy or make the folder again")
     for name in sorted(manifest.files):
-        if name.endswith(".safetensors") and name != errors.FLOORS:
+        if name.endswith(".safetensors") and name != FLOORS:
             plan = "full" if name == manifest.measure else Path(name).stem.split("-")[-1]
             _check_trace(folder / name, manifest, found[plan])
-    _check_floors(folder / errors.FLOORS, manifest)
+    _check_floors(folder / FLOORS, manifest)
     for name in _PROOFS[manifest.measure]:
         value, limit = _proof(manifest, name)
         if not value <= limit:
@@ -180,9 +188,8 @@ def _without_truth(m: Manifest) -> list[str]:
     """The line that says which runs of transformers are the measure, if it is not the truth."""
     if m.has_truth:
         return []
-    pool, distinct = m.environment.get("pool"), m.environment.get("pool_distinct")
-    runs = ", ".join(map(str, pool)) if isinstance(pool, list) else "runs"
-    mean = f"the mean of transformers' {runs} ({distinct} of them bitwise distinct)"
+    runs = f"{', '.join(m.pool)} ({m.pool_distinct} of them bitwise distinct)"
+    mean = f"the mean of transformers' {runs}"
     return [f"measure      {mean}: there is no truth for this architecture"]
 
 
@@ -247,14 +254,14 @@ def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
 
 
 def _check_floors(path: Path, manifest: Manifest) -> None:
-    meta, arrays = trace.read_arrays(path)
-    members, kinds, n = meta.get("members"), meta.get("kinds"), len(manifest.tokens)
-    listed = isinstance(members, list) and isinstance(kinds, list)
-    if meta.get("format") != errors.FORMAT or not listed:
-        what = f"format is {meta.get('format')!r}, expected {errors.FORMAT!r}"
-        raise _made_wrong(path, what)
-    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), len(members or ()))
-    for name, rows in (wanted | {"cached": len(kinds or ())}).items():
+    pool, arrays = read_floors(path)
+    if (pool.members, pool.distinct) != (manifest.pool, manifest.pool_distinct):
+        what = f"members are {', '.join(pool.members)} ({pool.distinct} distinct)"
+        expected = f"{', '.join(manifest.pool)} ({manifest.pool_distinct}) as in the manifest"
+        raise _made_wrong(path, f"{what}, expected {expected}")
+    n, members = len(manifest.tokens), len(pool.members)
+    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), members)
+    for name, rows in (wanted | {"cached": len(pool.kinds)}).items():
         shape = arrays[name].shape if name in arrays else ()
         if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():
             expected = f"expected {rows} by {n} finite numbers"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Plan, judged_plans
+from oracle.formats.plan import Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import inputs_digest
 from oracle.model import tokenizer as tokenizers
@@ -104,7 +104,7 @@ class Question:
         """
         original = self.config.original
         for name, plan in plans.items():
-            first = next(len(step.tokens) for step in plan.steps if isinstance(step, Call))
+            first = next(call.fed for call in plan.calls())
             if original is not None and first <= original < self.length:
                 raise Refusal(
                     f"plan {name} begins with {first} of {self.length}, expected both on one side "

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from oracle.formats.errors import Refusal
+from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress, silent
 from oracle.model import cache_folder, packing, safetensors
 from oracle.model.fingerprint import fingerprint, hashes
 from oracle.model.packing import Packed
-from oracle.model.safetensors import Tensor
 
 DEFAULT = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -15,13 +15,9 @@ from typing import Any
 
 from oracle.formats import disk, strict_json
 from oracle.formats.errors import Refusal
+from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress
 from oracle.model import cache_folder
-from oracle.model.safetensors import Tensor
-
-# A file that is written again within a tick of the clock keeps its time stamp. Kernels tick every
-# 10 ms or faster.
-_TICK_NS = 50_000_000
 
 Spans = Mapping[str, tuple[int, int]]
 """Names, and from which byte of a file to which."""
@@ -54,7 +50,7 @@ def hashes(path: Path, spans: Spans, *, progress: Progress) -> dict[str, str]:
             return known
         started = time.time_ns()
         found = _hashed(path, spans, progress)
-        settled = started - stamp["mtime_ns"] > _TICK_NS and _stamp(path) == stamp
+        settled = disk.settled(stamp["mtime_ns"], started) and _stamp(path) == stamp
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         raise Refusal(what, where=path, remedy="check the file or download it again") from error

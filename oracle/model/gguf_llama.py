@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle.formats import header
 from oracle.formats.errors import Refusal
 from oracle.formats.progress import Progress
 from oracle.model import gguf_tokenizer
@@ -237,21 +238,13 @@ def _require_exactly(gguf: Gguf, targets: dict[str, _Target]) -> None:
 
 def _write_weights(gguf: Gguf, targets: dict[str, _Target], path: Path, progress: Progress) -> str:
     """Writes the tensors in float32, sorted by name; returns the file's sha256."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = sorted(targets, key=lambda name: targets[name].name)
-    end = 0
-    for target in (targets[name] for name in order):
-        start, end = end, end + 4 * math.prod(target.shape)
-        place = {"dtype": "F32", "shape": list(target.shape), "data_offsets": [start, end]}
-        header[target.name] = place
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
+    entries, _ = header.declare({targets[n].name: ("F32", targets[n].shape) for n in order})
+    first = header.encoded(entries, {"format": "pt"})
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for i, name in enumerate(["", *order]):
-            piece = len(text).to_bytes(8, "little") + text
-            if name:
-                piece = _split_halves(dequantised(gguf, name), targets[name].heads)
+            piece = _split_halves(dequantised(gguf, name), targets[name].heads) if name else first
             file.write(piece)
             digest.update(piece)
             progress(f"converting {gguf.path.name}", i, len(order))

@@ -1,4 +1,4 @@
-"""What a folder's safetensors hold, without reading a weight: headers and index, strictly.
+"""A folder's safetensors without reading a weight: which tensors there are, and where.
 
 If there is an index, it rules: files that it does not name are not looked at. Everything else must
 add up: every shard there and whole, every tensor in the one shard that the index says. Pickle files
@@ -7,29 +7,17 @@ are never opened.
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import disk, header, strict_json
+from oracle.formats import header, strict_json
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One stored tensor: its file, its dtype as safetensors spells it, its shape, its bytes' place in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int = 0
-    stop: int = 0
+_AGAIN = "download the folder again"
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

@@ -17,11 +17,9 @@ import numpy as np
 
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool
-from oracle.formats.tensors import Array, Writer
+from oracle.formats.tensors import Array, Shapes, writer
 from oracle.formats.trace import Trace
 
-FORMAT = "mlxkv-floors/1"
-FLOORS = "floors.safetensors"
 KINDS = ("eager", "sdpa")
 _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
@@ -37,14 +35,12 @@ def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str
 
 def write(
     path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS
-) -> int:
-    """Measures the members, in the order of `members_of`, into one file.
-
-    Returns how many of them differ bitwise.
-    """
+) -> Pool:
+    """Measures the members, in the order of `members_of`, into one file."""
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
-    distinct = len(distinct_of({name: members[name] for name in names}))
-    with Writer(path, _shapes(truth, len(names), len(kinds))) as out:
+    distinct = distinct_of({name: members[name] for name in names})
+    pool = Pool(names, list(kinds), len(distinct))
+    with writer(path, _shapes(truth, len(names), len(kinds))) as out:
         for m, name in enumerate(names):
             _measure_logits(out.arrays, m, members[name], truth)
             _measure_cache(out.arrays, m, members[name], truth)
@@ -52,11 +48,11 @@ def write(
             step, full = members[f"{kind}-step"].logits, members[f"{kind}-full"].logits
             for rows in blocks(full):
                 out.arrays["cached"][k, rows] = _rms(step[rows].astype(np.float64) - full[rows])
-        out.finish({"format": FORMAT, "members": names, "kinds": list(kinds), "distinct": distinct})
-    return distinct
+        out.finish(pool.to_json())
+    return pool
 
 
-def _shapes(truth: Trace, members: int, kinds: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
     n, layers = len(truth.logits), _layers(truth)
     heads = _kv(truth, 0)[0].shape[0] if layers else 0
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rms", "shift", "peak"), (members, n))

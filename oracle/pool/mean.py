@@ -17,7 +17,8 @@ import numpy as np
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Array, Trace
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 from oracle.pool import errors
 
 ENGINE = "transformers' mean"
@@ -56,7 +57,7 @@ def write(
         equal = f"all {len(members)} runs are bitwise equal"
         what = f"{equal}, expected noise to measure by where no truth is written out"
         raise Refusal(what, where="transformers pool", remedy="give more tokens")
-    lacks = next((e["cache"] for e in _environments(members) if "cache" in e), None)
+    lacks = next((m.meta.no_cache for m in members.values() if m.meta.no_cache), "")
     first = distinct[0]
     names = [name for name in sorted(first.arrays) if name.startswith("kv/") and not lacks]
     meta = replace(
@@ -104,10 +105,6 @@ def require_signal(most: float, measure: Trace) -> None:
     if not most > 0:
         what = "every logit is 0, expected a trained model's"
         raise Refusal(what, where=measure.label, remedy="check the weights")
-
-
-def _environments(members: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    return [member.meta.environment for member in members.values()]
 
 
 def _mean(arrays: Sequence[Array], out: Array) -> None:

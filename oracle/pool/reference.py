@@ -26,7 +26,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
-from oracle.formats.errors import Refusal, one_line
+from oracle.formats.errors import Inexpressible, Refusal, one_line
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Meta, Outcome, Trace
@@ -98,7 +98,6 @@ class Reference:
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
         outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
         arrays, lacks = run.arrays()
-        noted = {"attention": attention} | ({"cache": lacks} if lacks else {})
         meta = Meta(
             plan=plan,
             engine="transformers",
@@ -108,7 +107,8 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | noted,
+            environment=environment() | {"attention": attention},
+            no_cache=lacks,
         )
         return Trace(meta, arrays)
 
@@ -172,9 +172,8 @@ class _Run:
     def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
         self._model, self._last = model, plan.rows == "last"
         self._caches: dict[str, DynamicCache | None] = {}
-        most = sum(
-            call.fed + (1 - len(call.step.tokens) if self._last else 0) for call in plan.calls()
-        )
+        dropped = [len(call.step.tokens) - 1 for call in plan.calls() if self._last]
+        most = sum(call.fed for call in plan.calls()) - sum(dropped)
         self._logits = np.empty((most, vocab_size), np.float32)
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 
@@ -197,7 +196,7 @@ class _Run:
                 case Reset(cache):
                     caches[cache] = None if caches[cache] is None else self._fresh()
         except Exception as error:
-            return Outcome(chosen or None, one_line(error, 300))
+            return Outcome.failed(error, chosen or None)
         return Outcome(chosen or None)
 
     def arrays(self) -> tuple[dict[str, Array], str]:
@@ -223,8 +222,7 @@ class _Run:
         if index_pos not in (None, held):
             if held:
                 at = f"index_pos {index_pos} with {held} tokens cached"
-                why = "as transformers takes the position from its cache"
-                raise Refusal(f"cannot be expressed: {at}, {why}")
+                raise Inexpressible(f"{at}, as transformers takes the position from its cache")
             # Where nothing is cached a caller may give position_ids, and only them.
             given["position_ids"] = torch.arange(index_pos, index_pos + len(tokens))[None]
         rows: Tensor = self._model(torch.tensor([tokens]), **given).logits[0]
@@ -258,13 +256,6 @@ class _Run:
 
     def _fresh(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
-
-    def _count(self, step: Step) -> int:
-        """The rows that a step leaves."""
-        if not isinstance(step, Call | Greedy):
-            return 0
-        chosen = step.n - 1 if isinstance(step, Greedy) else 0
-        return (1 if self._last else len(step.tokens)) + chosen
 
 
 def _length(cache: DynamicCache | None) -> int:

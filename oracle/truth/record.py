@@ -11,6 +11,7 @@ import numpy as np
 from oracle.formats import trace
 from oracle.formats.plan import Call, Plan
 from oracle.formats.progress import Progress, silent
+from oracle.formats.tensors import Shapes
 from oracle.truth import llama
 from oracle.truth.config import Config
 from oracle.truth.weights import Weights
@@ -54,9 +55,7 @@ def write(
     return most, apart
 
 
-def _shapes(
-    config: Config, n: int, names: Mapping[str, str]
-) -> dict[str, tuple[type, tuple[int, ...]]]:
+def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
     """The trace's arrays; `names` are those of each layer, to be formatted with its number."""
     kv, taps = (config.n_kv_heads, n, config.head_dim), config.taps(n)
     arrays: dict[str, tuple[type, tuple[int, ...]]] = {

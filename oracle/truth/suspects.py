@@ -202,10 +202,7 @@ def _write_one(
     n, engine = len(hidden), f"truth with {suspect.words}"
     digest, dtypes = weights.checkpoint.fingerprint, ("float64", weights.dtype)
     meta = trace.Meta(plan, engine, torch.__version__, *dtypes, fingerprint=digest)
-    shapes: dict[str, tuple[type, tuple[int, ...]]] = {
-        "logits": (np.float64, (n, len(head))),
-        "positions": (np.int32, (n,)),
-    }
+    shapes = {"logits": (np.float64, (n, len(head))), "positions": (np.int32, (n,))}
     with trace.writer(path, meta, shapes) as file:
         try:
             llama.write_logits({suspect.name: hidden}, head, file.arrays["logits"])
