@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from oracle.formats.errors import Refusal
 from oracle.formats.progress import Progress, silent
-from oracle.formats.trace import Array
+from oracle.formats.tensors import Array
 from oracle.truth.config import Config
 from oracle.truth.rope import Linear, Llama3, LongRope, Yarn
 from oracle.truth.weights import EMBEDDING, NORM, Weights
