@@ -370,7 +370,7 @@ def test_every_input_changes_the_digest():
         "steps": 4,
         "chunks": [1, 1],
     }
-    other |= {"dtype": "float16", "threads": 1}
+    other |= {"dtype": "float16", "threads": 1, "taps": ["hidden", "q"]}
     digests = {
         run_folder.inputs_digest(**inputs),
         *(run_folder.inputs_digest(**inputs | {key: value}) for key, value in other.items()),
