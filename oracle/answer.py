@@ -8,7 +8,6 @@ the truth's, a layer at a time. Nothing that is not finite is written as good.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from oracle.formats.trace import Trace
 from oracle.model import packing
 from oracle.pool import errors, mean, reference
 from oracle.pool.neighbour import Neighbour
-from oracle.pool.reference import Attention, Reference
+from oracle.pool.reference import Reference
 from oracle.question import Question
 from oracle.truth import record
 from oracle.truth.config import Config
@@ -42,18 +41,20 @@ PROOF_POSITIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What transformers computed: the greedy tokens, and the judged plans as its members ran them.
+    """What transformers computed: the greedy tokens, the judged plans and each member's trace.
 
-    `files` are the members' traces, `double` the first positions' logits in float64. `left_out`
-    says of a kind of attention how far it is from the class's own in float64, if that is too far.
+    `double` (n, V) are the first positions' logits in float64. `left_out` says of a kind of
+    attention how far it is from the class's own in float64, if that is too far. `environment` is
+    what the numbers depend on.
     """
 
     generated: list[int]
     plans: dict[str, Plan]
-    kinds: tuple[Attention, ...]
-    files: dict[str, str]
+    kinds: tuple[str, ...]
+    members: dict[str, Trace]
     double: Array
     left_out: dict[str, float]
+    environment: dict[str, Any]
 
 
 def write(
@@ -65,22 +66,17 @@ def write(
     for name, plan in pool.plans.items():
         text = json.dumps(plan.to_json(), sort_keys=True) + "\n"
         disk.write_text(folder / "plans" / f"{name}.json", text)
-    members = {name: trace.read(folder / file) for name, file in pool.files.items()}
-    own = pool.kinds[-1]
-    environment = reference.environment() | {"dtype": question.dtype, "attention": own}
-    measure, proofs = _measure(question, folder, pool, members, environment, progress)
+    measure, proofs = _measure(question, folder, pool, progress)
     progress("measuring the pool", 0, 1)
-    measured = errors.write(folder / FLOORS, measure, members, kinds=pool.kinds)
-    step, full = (members[f"{own}-{plan}"].logits for plan in ("step", "full"))
+    measured = errors.write(folder / FLOORS, measure, pool.members, kinds=pool.kinds)
+    step, full = (pool.members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
     )
-    for file in pool.files.values():
-        if file.startswith("pool-") and not keep_pool:
-            (folder / file).unlink()
-    if isinstance(question.config, Config):
-        environment["rope"] = question.config.rope
-    return _manifest(question, folder, pool, measured, proofs, environment)
+    for path in list(folder.glob("pool-*")):
+        if not keep_pool or path.name.split("-")[1] in pool.left_out:
+            path.unlink()
+    return _manifest(question, folder, pool, measured, proofs)
 
 
 def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
@@ -90,24 +86,23 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
     model = Reference(question.checkpoint, dtype=dtype)
     generated = _greedy(question, model, progress)
     plans = question.plans(generated)
-    files = _files(plans, model.kinds)
-    for i, (name, file) in enumerate(files.items()):
-        progress(f"transformers pool ({dtype}): {name}", i, len(files))
+    members = {}
+    names = errors.members_of(plans, model.kinds)
+    for i, name in enumerate(names):
+        progress(f"transformers pool ({dtype}): {name}", i, len(names))
         kind, plan = name.split("-")
-        made = _whole(model.run(plans[plan], attention=_attention(kind)))
-        trace.write(folder / file, made.meta, made.arrays)
+        made = _whole(model.run(plans[plan], attention=kind))
+        # The runs of the last kind are the references, which stay.
+        stem = f"reference-{plan}" if kind == model.kinds[-1] else f"pool-{name}"
+        path = folder / f"{stem}.safetensors"
+        trace.write(path, made.meta, made.arrays)
+        members[name] = trace.read(path)
     progress("transformers in float64", 0, 1)
-    tokens = _proof_tokens(question, generated)
-    if not isinstance(question.config, Neighbour):
-        double = model.double(tokens, rows=PROOF_POSITIONS)
-        return _Pool(generated, plans, model.kinds, files, double, {})
-    doubles = {kind: _double(model, tokens, kind) for kind in model.kinds}
-    distances = mean.faithful(doubles)
-    apart = {kind: value for kind, value in distances.items() if not value <= mean.KINDS_APART}
-    for name in [name for name in files if name.split("-")[0] in apart]:
-        (folder / files.pop(name)).unlink()
+    double, apart = _doubles(question, model, _proof_tokens(question, generated))
     kinds = tuple(kind for kind in model.kinds if kind not in apart)
-    return _Pool(generated, plans, kinds, files, doubles[kinds[0]], apart)
+    members = {name: made for name, made in members.items() if name.split("-")[0] in kinds}
+    environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
+    return _Pool(generated, plans, kinds, members, double, apart, environment)
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:
@@ -119,11 +114,19 @@ def _greedy(question: Question, model: Reference, progress: Progress) -> list[in
     return made.meta.outcomes[1].tokens or []
 
 
-def _attention(kind: str) -> Attention:
-    return "eager" if kind == "eager" else "sdpa"
+def _doubles(
+    question: Question, model: Reference, tokens: list[int]
+) -> tuple[Array, dict[str, float]]:
+    """The logits in float64, and a neighbour's kinds of attention that are too far from them."""
+    if not isinstance(question.config, Neighbour):
+        return model.double(tokens, rows=PROOF_POSITIONS), {}
+    doubles = {kind: _double(model, tokens, kind) for kind in model.kinds}
+    distances = mean.faithful(doubles)
+    apart = {kind: value for kind, value in distances.items() if not value <= mean.KINDS_APART}
+    return next(made for kind, made in doubles.items() if kind not in apart), apart
 
 
-def _double(model: Reference, tokens: list[int], kind: Attention) -> Array:
+def _double(model: Reference, tokens: list[int], kind: str) -> Array:
     try:
         return model.double(tokens, rows=PROOF_POSITIONS, attention=kind)
     except Exception as error:  # code that names a dtype of its own does not run in another
@@ -133,10 +136,7 @@ def _double(model: Reference, tokens: list[int], kind: Attention) -> Array:
 
 
 def _proof_tokens(question: Question, generated: list[int]) -> list[int]:
-    """As many tokens as the proof looks at.
-
-    With longrope enough for transformers to choose the factors of the whole sequence.
-    """
+    """As many as the proof looks at, and enough for longrope's factors of the whole sequence."""
     tokens, original = question.sequence(generated), question.config.original
     if original is not None and len(tokens) > original:
         return tokens[: max(PROOF_POSITIONS, original + 1)]
@@ -154,29 +154,14 @@ def _whole(made: Trace) -> Trace:
     return made
 
 
-def _files(plans: Mapping[str, Plan], kinds: Sequence[str]) -> dict[str, str]:
-    """The pool's members and their files; those of the last kind are the references that stay."""
-    files = {}
-    for name in errors.members_of(plans, kinds):
-        kind, plan = name.split("-")
-        stem = f"reference-{plan}" if kind == kinds[-1] else f"pool-{name}"
-        files[name] = f"{stem}.safetensors"
-    return files
-
-
 def _measure(
-    question: Question,
-    folder: Path,
-    pool: _Pool,
-    members: Mapping[str, Trace],
-    environment: Mapping[str, Any],
-    progress: Progress,
+    question: Question, folder: Path, pool: _Pool, progress: Progress
 ) -> tuple[Trace, dict[str, float]]:
     """The truth, or the mean in its place, and its proofs."""
     plan, config = pool.plans["full"], question.config
     if isinstance(config, Neighbour):
-        made = mean.write(folder / MEAN, plan, members, environment=environment)
-        return made, mean.proofs(made, members, pool.double, dtype=question.dtype)
+        made = mean.write(folder / MEAN, plan, pool.members, environment=pool.environment)
+        return made, mean.proofs(made, pool.members, pool.double, dtype=question.dtype)
     most, apart = record.write(
         folder / TRUTH,
         Weights(question.checkpoint, dtype=question.dtype),
@@ -184,7 +169,7 @@ def _measure(
         plan=plan,
         segments=question.segments(pool.plans),
         taps=question.taps,
-        environment=environment,
+        environment=pool.environment,
         progress=progress,
     )
     true = trace.read(folder / TRUTH)
@@ -201,9 +186,10 @@ def _manifest(
     pool: _Pool,
     measured: run_folder.Pool,
     proofs: dict[str, float],
-    environment: dict[str, Any],
 ) -> Manifest:
-    checkpoint, sequence = question.checkpoint, question.sequence(pool.generated)
+    checkpoint, config = question.checkpoint, question.config
+    sequence = question.sequence(pool.generated)
+    rope = {"rope": config.rope} if isinstance(config, Config) else {}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return Manifest(
         source=checkpoint.source,
@@ -226,6 +212,6 @@ def _manifest(
         left_out=pool.left_out,
         ignored_keys=list(checkpoint.without),
         packed=packing.words(checkpoint.packed),
-        environment=environment,
+        environment=pool.environment | rope,
         inputs=question.digest(),
     )

@@ -133,10 +133,7 @@ def run(
     out: Path,
     **asked: Unpack[Asked],
 ) -> None:
-    """Make a run folder for MODEL.
-
-    MODEL is a folder, a Hub id, a GGUF file, or nothing for the default model.
-    """
+    """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default."""
     sources: dict[str, object] = {"--prompt": asked["prompt"], "--prompt-file": prompt_file}
     sources["--tokens"] = asked["tokens"]
     given = [name for name, value in sources.items() if value is not None]
@@ -193,9 +190,8 @@ def check(folder: Path, as_json: bool) -> None:
     from oracle import folder as folders
 
     manifest = folders.check(folder)
-    files = f"{folder}: {len(manifest.files)} files, whole and finite"
-    lines = "\n".join([files, *folders.proofs(manifest)])
-    click.echo(_manifest(manifest) if as_json else lines)
+    whole = [f"{folder}: {len(manifest.files)} files, whole and finite", *folders.proofs(manifest)]
+    click.echo(_manifest(manifest) if as_json else "\n".join(whole))
 
 
 @cli.command()

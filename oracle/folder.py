@@ -19,7 +19,7 @@ import numpy as np
 
 from oracle.formats import plan as plans
 from oracle.formats import trace
-from oracle.formats.disk import own_folder, unwritable
+from oracle.formats.disk import own_folder, writing
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
@@ -34,7 +34,7 @@ from oracle.formats.run_folder import (
 )
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
-from oracle.question import Asked, ask, check_threads
+from oracle.question import Asked, ask, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
 _OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
@@ -95,7 +95,7 @@ def follow(
 ) -> list[Path]:
     """Follows plans with transformers; each one's trace goes into `out`, named after the plan."""
     require("torch", "transformers")
-    check_threads(threads)
+    check_run(dtype, threads)
     found = [plans.read(path) for path in plan_files]
     names = [plan.name for plan in found]
     for name in sorted(names):
@@ -118,11 +118,7 @@ def follow(
 
 
 def check(folder: Path | str) -> Manifest:
-    """The manifest, once all that it names is found good.
-
-    Every file is there and unchanged, says what the manifest says and is finite, and both proofs
-    hold.
-    """
+    """The manifest, once every file is found whole, finite and true to it, and both proofs hold."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     found = _check_plans(folder, manifest)
@@ -140,8 +136,7 @@ def check(folder: Path | str) -> Manifest:
         value, limit = _proof(manifest, name)
         if not value <= limit:
             what = f"{name} is {value:.3g}, expected at most {limit:g}"
-            measure = "truth" if manifest.has_truth else "mean"
-            remedy = f"nothing can be judged by this {measure}"
+            remedy = f"nothing can be judged by this {'truth' if manifest.has_truth else 'mean'}"
             raise Refusal(what, where=folder, remedy=remedy)
     return manifest
 
@@ -188,9 +183,8 @@ def _without_truth(m: Manifest) -> list[str]:
     """The line that says which runs of transformers are the measure, if it is not the truth."""
     if m.has_truth:
         return []
-    runs = f"{', '.join(m.pool)} ({m.pool_distinct} of them bitwise distinct)"
-    mean = f"the mean of transformers' {runs}"
-    return [f"measure      {mean}: there is no truth for this architecture"]
+    runs = f"transformers' {', '.join(m.pool)} ({m.pool_distinct} of them bitwise distinct)"
+    return [f"measure      the mean of {runs}: there is no truth for this architecture"]
 
 
 def proofs(manifest: Manifest) -> list[str]:
@@ -277,18 +271,13 @@ def require(*packages: str) -> None:
 
 @contextmanager
 def _place(out: Path, *, force: bool) -> Iterator[Path]:
-    """An empty folder beside `out`, which takes its place if the block succeeds.
-
-    It is removed if the block does not.
-    """
+    """An empty folder beside `out`: takes its place if the block succeeds, else is removed."""
     with ExitStack() as stack:
-        try:
+        with writing(out):
             part, old = (
                 stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=suffix))
                 for suffix in (".part", ".old")
             )
-        except OSError as error:
-            raise unwritable(out, error) from error
         yield part
         _check_place(out, force=force)
         _replace(part, out, old / "old")
@@ -296,11 +285,10 @@ def _place(out: Path, *, force: bool) -> Iterator[Path]:
 
 def _replace(part: Path, out: Path, old: Path) -> None:
     try:
-        if out.exists():
-            out.rename(old)
-        part.rename(out)
-    except OSError as error:
-        raise unwritable(out, error) from error
+        with writing(out):
+            if out.exists():
+                out.rename(old)
+            part.rename(out)
     finally:
         if old.exists() and not out.exists():
             old.rename(out)
@@ -314,13 +302,11 @@ def _check_place(out: Path, *, force: bool) -> None:
         what = "the root of the file system, expected a new folder"
         raise Refusal(what, where=out, remedy=another)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        is_what = "read-only" if above.is_dir() else "no folder"
-        what = f"cannot be written, as {above} is {is_what}"
+        what = f"cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}"
         raise Refusal(what, where=out, remedy=f"{another} folder")
     if not os.path.isdir(out):
         if os.path.lexists(out):
-            what = "exists and is no folder, expected a new one"
-            raise Refusal(what, where=out, remedy=another)
+            raise Refusal("exists and is no folder, expected a new one", where=out, remedy=another)
         return
     names = sorted(path.name for path in out.iterdir())
     for name in names:

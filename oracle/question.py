@@ -182,10 +182,8 @@ def ask(
     note: Note = silent,
 ) -> Question:
     """The question, or the one line that says why it cannot be asked."""
+    check_run(dtype, threads)
     _check_sequence(prompt, tokens, prompt_tokens, steps)
-    if dtype not in DTYPES:
-        raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
-    check_threads(threads)
     source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     config = _config(source)
     tokenizer = tokenizers.load(source.folder)
@@ -235,8 +233,10 @@ def _check_sequence(
         raise Refusal(f"{where} of {n} with {steps} greedy steps, {expected}")
 
 
-def check_threads(threads: int | None) -> None:
-    """Refuses a number of threads at which torch would die, or only wait for itself."""
+def check_run(dtype: str, threads: int | None) -> None:
+    """Refuses a dtype of no name, and threads at which torch would die, or wait for itself."""
+    if dtype not in DTYPES:
+        raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads is not None and (type(threads) is not int or not 1 <= threads <= most):
         why = "more only wait for each other, and torch dies where none are left"

@@ -31,10 +31,7 @@ def part(name: str) -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of a converted model; `make` fills it if it is not there yet.
-
-    It is filled beside its place and renamed once it is whole, so it is never half there.
-    """
+    """The folder of a converted model. If it is missing, `make` fills it, beside it until whole."""
     models = part("models")
     folder = models / name
     if folder.is_dir():

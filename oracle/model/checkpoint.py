@@ -239,8 +239,7 @@ def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
 
     def make(folder: Path) -> None:
         kind, _ = gguf_llama.convert(path, folder, progress=progress)
-        has_tokenizer = (folder / "tokenizer.json").exists()
-        lacks = "" if has_tokenizer else ", no tokenizer: give token ids"
+        lacks = "" if (folder / "tokenizer.json").exists() else ", no tokenizer: give token ids"
         (folder / "note.txt").write_text(f"GGUF {kind}{lacks}", encoding="utf-8")
 
     # The number goes up when a conversion starts to give other files.

@@ -24,10 +24,7 @@ Spans = Mapping[str, tuple[int, int]]
 
 
 def fingerprint(tensors: Mapping[str, Tensor], *, progress: Progress) -> str:
-    """sha256 over the sorted (name, stored dtype, shape, sha256 of the bytes).
-
-    How the tensors are spread over files does not change it.
-    """
+    """sha256 over the sorted (name, dtype, shape, sha256 of the bytes), whatever the files."""
     by_file: dict[Path, dict[str, tuple[int, int]]] = {}
     for name, tensor in tensors.items():
         by_file.setdefault(tensor.file, {})[name] = (tensor.start, tensor.stop)

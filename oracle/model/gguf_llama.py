@@ -112,8 +112,7 @@ def _refuse_unknown(gguf: Gguf) -> None:
         expected = "which config.json's Llama cannot express here"
         if name in _NEUTRAL:
             expected = f"expected {_NEUTRAL[name]!r}"
-        what = f"{key} is {str(value)[:40]!r}, {expected}"
-        raise Refusal(what, where=gguf.path, remedy=_FOLDER)
+        raise Refusal(f"{key} is {str(value)[:40]!r}, {expected}", where=gguf.path, remedy=_FOLDER)
 
 
 def _whole(gguf: Gguf, name: str, *, default: int | None = None) -> int:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """A folder's tokenizer. `warning` is one line on the last encoded text, for the caller to show.
-
-    It is None if there is nothing to warn of.
-    """
+    """A folder's tokenizer. `warning` is a line on the last encoded text, to be shown, or None."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         # A file may ask for either, and a prompt would be cut or filled up without a word.
@@ -68,10 +65,7 @@ class Tokenizer:
 
 
 def _bytes(spelling: str) -> str:
-    """The bytes that a byte-level vocabulary (GPT-2's) spells with stand-in characters.
-
-    Another spelling is returned as it is.
-    """
+    """The bytes that GPT-2's byte-level vocabulary spells so; another spelling as it is."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -25,10 +25,7 @@ _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
 
 def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
-    """The pool of a model with these kinds of attention, for these plans: "KIND-PLAN".
-
-    Only the last kind also follows the chunked plan.
-    """
+    """The pool for these plans, as "KIND-PLAN"; only the last kind follows the chunked plan."""
     wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step")]
     return [name for name in [*wanted, f"{kinds[-1]}-chunked"] if name.split("-")[1] in plans]
 
@@ -38,8 +35,7 @@ def write(
 ) -> Pool:
     """Measures the members, in the order of `members_of`, into one file."""
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
-    distinct = distinct_of({name: members[name] for name in names})
-    pool = Pool(names, list(kinds), len(distinct))
+    pool = Pool(names, list(kinds), len(distinct_of({name: members[name] for name in names})))
     with writer(path, _shapes(truth, len(names), len(kinds))) as out:
         for m, name in enumerate(names):
             _measure_logits(out.arrays, m, members[name], truth)
@@ -80,8 +76,7 @@ def blocks(logits: Array) -> list[slice]:
 def require_finite(trace: Trace) -> None:
     """Refuses a trace that holds NaN or infinity, by its first place."""
     for name, array in trace.arrays.items():
-        pieces = blocks(array) if name == "logits" else [slice(None)]
-        for rows in pieces:
+        for rows in blocks(array) if name == "logits" else [slice(None)]:
             finite = np.isfinite(array[rows])
             if finite.all():
                 continue
@@ -109,8 +104,7 @@ def _measure_logits(out: Mapping[str, Array], m: int, member: Trace, truth: Trac
 
 def _measure_cache(out: Mapping[str, Array], m: int, member: Trace, truth: Trace) -> None:
     for i in range(_layers(truth)):
-        pairs = zip(("keys", "values"), _kv(member, i), _kv(truth, i), strict=True)
-        for kind, mine, ours in pairs:
+        for kind, mine, ours in zip(("keys", "values"), _kv(member, i), _kv(truth, i), strict=True):
             out[kind][m, i] = _rms(mine - ours.astype(np.float64))
 
 

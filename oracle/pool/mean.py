@@ -48,10 +48,7 @@ def faithful(doubles: Mapping[Any, Array]) -> dict[str, float]:
 def write(
     path: Path, plan: Plan, members: Mapping[str, Trace], *, environment: Mapping[str, Any]
 ) -> Trace:
-    """The mean as a trace of the full plan, with keys and values if every member has all of them.
-
-    A Refusal if there is no noise to measure by, or nothing but zeros.
-    """
+    """The mean as a trace of the full plan, with keys and values if every member has all."""
     distinct = list(errors.distinct_of(members).values())
     if len(distinct) < 2:
         equal = f"all {len(members)} runs are bitwise equal"
@@ -85,10 +82,7 @@ def write(
 def proofs(
     mean: Trace, members: Mapping[str, Trace], double: Array, *, dtype: str
 ) -> dict[str, float]:
-    """What is measured of the mean itself, with limits.
-
-    `double` (n, V) are the first positions' logits in transformers' float64 form.
-    """
+    """The mean's proofs and limits; `double` (n, V) are transformers' float64 logits, the first."""
     most = max(float(np.abs(mean.logits[rows]).max()) for rows in errors.blocks(mean.logits))
     require_signal(most, mean)
     apart = max(_apart(member.logits, mean.logits) for member in members.values())
@@ -108,8 +102,7 @@ def require_signal(most: float, measure: Trace) -> None:
 
 
 def _mean(arrays: Sequence[Array], out: Array) -> None:
-    pieces = errors.blocks(out) if out.ndim == 2 else [slice(None)]
-    for rows in pieces:
+    for rows in errors.blocks(out) if out.ndim == 2 else [slice(None)]:
         out[rows] = sum(array[rows].astype(np.float64) for array in arrays) / len(arrays)
 
 

@@ -17,8 +17,6 @@ from oracle.truth.config import require_plain
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
-# Each names a file of code beside the weights, which its readers would run in place of their own.
-CODE = ("auto_map", "model_file")
 _FIXED_AT_ONCE = ("longrope", "su")
 
 
@@ -45,7 +43,8 @@ def neighbour_of(checkpoint: Checkpoint) -> Neighbour:
     """The oracle's reading, or a Refusal that names the key or the tensor."""
     config, where = checkpoint.config, checkpoint.where
     name = config["model_type"]
-    for key in CODE:
+    # Each names a file of code beside the weights, which readers would run in place of their own.
+    for key in ("auto_map", "model_file"):
         if config.get(key) is not None:
             what = f"{key} ({brief(config[key])}) names code of the checkpoint, which is never run"
             remedy = f"--ignore-key {key} if transformers' own {name} is the same model"
@@ -77,10 +76,7 @@ def _cache_width(config: Mapping[str, Any]) -> int:
 
 
 def _original(config: Mapping[str, Any]) -> int | None:
-    """The length at which the model's RoPE changes all frequencies at once.
-
-    Keys that were cached before it are then of another kind.
-    """
+    """The length at which RoPE changes all frequencies, and keys cached before it no longer fit."""
     for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in _FIXED_AT_ONCE:
             key = "original_max_position_embeddings"

@@ -11,7 +11,7 @@ import copy
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -36,10 +36,7 @@ _OTHER_MODEL = "judge another model"
 
 
 def build(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """The model with eager attention, every parameter of it from the checkpoint.
-
-    A Refusal by name if that cannot be.
-    """
+    """The model with eager attention, every parameter from the checkpoint; else a Refusal."""
     neighbour_of(checkpoint)
     config_class, model_class = _classes(checkpoint)
     _check_keys(checkpoint, config_class)
@@ -62,7 +59,7 @@ def build(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], dtype: torch.dt
     return model
 
 
-def kinds(model: Any) -> tuple[Literal["eager", "sdpa"], ...]:
+def kinds(model: Any) -> tuple[str, ...]:
     """The kinds of attention that the class says it has here, its own last."""
     return ("sdpa", "eager") if model._supports_sdpa else ("eager",)
 

@@ -14,7 +14,7 @@ import inspect
 import os
 import platform
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +35,13 @@ from oracle.pool import neighbour_model
 from oracle.truth.config import check_weights, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
-Attention = Literal["eager", "sdpa"]
 _TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
 _CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
 _PRECISION = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 
 
 def set_up(threads: int | None = None) -> None:
-    """Threads (default: one a core) and full float32 precision, for the whole process.
-
-    To be called before anything is computed.
-    """
+    """Threads (default: one a core) and full float32 precision, before anything is computed."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(threads or os.cpu_count() or 1)
@@ -83,16 +79,15 @@ class Reference:
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
         self._model: Any = _built(checkpoint, dtype).eval()
-        self.kinds: tuple[Attention, ...] = ("eager", "sdpa")
+        self.kinds: tuple[str, ...] = ("eager", "sdpa")
         if is_neighbour(checkpoint):
             self.kinds = neighbour_model.kinds(self._model)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, *, attention: Attention = "sdpa") -> Trace:
-        """The plan's trace, in memory: logits in float32 whatever the dtype, and the caches.
+    def run(self, plan: Plan, *, attention: str = "sdpa") -> Trace:
+        """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
-        Of these it has the keys and values left at the end. A step that fails leaves its error in
-        the outcomes and no row, and the next step goes on with what there is.
+        A step that fails leaves its error and no row; the next step goes on with what there is.
         """
         self._model.set_attn_implementation(attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
@@ -114,7 +109,7 @@ class Reference:
 
     @torch.inference_mode()
     def double(
-        self, tokens: list[int], *, rows: int | None = None, attention: Attention = "sdpa"
+        self, tokens: list[int], *, rows: int | None = None, attention: str = "sdpa"
     ) -> Array:
         """(n, V) logits of one uncached call in float64; `rows` keeps the first ones only.
 

@@ -165,10 +165,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 def read_config(
     values: Mapping[str, Any], *, where: str = "config.json", without: Sequence[str] = ()
 ) -> Config:
-    """The Config of a decoded config.json, or a Refusal that names the key.
-
-    `without` are keys that a person took out of it.
-    """
+    """The Config of a decoded config.json, from which a person took the keys `without`."""
     refuse_taken_out(without, {*_USED, *_NEUTRAL}, where)
     given = Keys({key: value for key, value in values.items() if value is not None}, where)
     _refuse_unknown(given)
@@ -231,18 +228,12 @@ def _head_dim(given: Keys, hidden: int, heads: int) -> int:
 
 
 def effective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that can change a logit.
-
-    transformers is given no others, as a sliding_window would shorten its cache.
-    """
+    """The keys that transformers is given: a sliding_window, for one, would shorten its cache."""
     return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:
-    """Refuses a checkpoint whose tensors are not those that the config asks for.
-
-    Names are compared both ways, then shapes, then dtypes.
-    """
+    """Refuses tensors other than the config's: by name both ways, then by shape, then by dtype."""
     wanted, stored, where = config.shapes(), checkpoint.weights, checkpoint.folder
     says = f"expected {len(wanted)} as config.json says"
     missing = sorted(set(wanted) - set(stored))

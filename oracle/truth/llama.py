@@ -40,10 +40,7 @@ Sink = Callable[[int, dict[str, Tensor]], None]
 
 @dataclass(slots=True)
 class Stream:
-    """One way of following the sequence: its spans, and its hidden states (n, E).
-
-    Every layer replaces the hidden states.
-    """
+    """One way of following the sequence: its spans, and hidden states (n, E) between two layers."""
 
     spans: list[tuple[int, int]]
     hidden: Tensor
@@ -138,9 +135,9 @@ class Layer:
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, *, start: int, seen: dict[str, Any] | None = None
 ) -> Tensor:
-    """Causal grouped-query attention (arXiv:2305.13245), to (L, H * D).
+    """Causal grouped-query attention (arXiv:2305.13245) of queries (H, L, D) at `start` and on.
 
-    Queries (H, L, D) stand at positions from `start` on, over keys and values (K, S, D).
+    Over keys and values (K, S, D), to (L, H * D).
     """
     (H, L, D), (K, S, _) = queries.shape, keys.shape
     grouped = queries.reshape(K, H // K, L, D)
@@ -238,10 +235,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 @torch.inference_mode()
 def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tuple[float, float]:
-    """Fills `out` (n, V) with the first stream's logits.
-
-    Returns max |logit|, and the largest difference to a logit of any other stream.
-    """
+    """Fills `out` (n, V) from the first stream; returns max |logit|, and how far others differ."""
     (name, first), *others = streams.items()
     most = apart = 0.0
     step = max(1, _BLOCK // len(head))

@@ -43,10 +43,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """Plain RoPE up to max_position_embeddings.
-
-    Beyond it every length has frequencies of its own, and none is judged.
-    """
+    """Plain RoPE up to max_position_embeddings; every length beyond has its own, unjudged."""
 
     factor: float
 
@@ -195,8 +192,7 @@ class _Reader(Keys):
         low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         if not low < high:
             raise self.wrong("low_freq_factor", f"less than high_freq_factor {high}", found=low)
-        original = self.whole(_ORIGINAL, most=MOST_POSITIONS)
-        return Llama3(self._factor(), low, high, original)
+        return Llama3(self._factor(), low, high, self.whole(_ORIGINAL, most=MOST_POSITIONS))
 
     def _yarn(self) -> Yarn:
         factor = self._factor()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from oracle.formats.run_folder import Manifest
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 from oracle.truth import llama
 from oracle.truth.config import Config, check_weights, config_of
-from oracle.truth.weights import DTYPES, EMBEDDING, HEAD, NORM, Change, Weights
+from oracle.truth.weights import DTYPES, EMBEDDING, HEAD, NORM, Weights
 
 FORMAT = "mlxkv-suspects/1"
 # Some 12 MB a suspect with a vocabulary of 49152, and as many as transformers' .double() is asked
@@ -40,6 +40,7 @@ _GROUPS = {
     "mlp": re.compile(r"\.mlp\."),
     "embedding": re.compile(r"embed_tokens|lm_head"),
 }
+Change = Callable[[str, Tensor], Tensor]
 _QUERIES_AND_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.")
 
 
@@ -111,10 +112,7 @@ def write(
     revision: str | None = None,
     progress: Progress = silent,
 ) -> None:
-    """One trace a suspect into `out`, and last `suspects.json`, which names them all.
-
-    `model` must be the run folder's; None takes the one that the folder names.
-    """
+    """One trace a suspect into `out`, then `suspects.json`; `model` None: the one of the folder."""
     manifest = run_folder.read_manifest(folder)
     source = manifest.source if model is None else model
     revision = manifest.revision if model is None else revision
@@ -182,10 +180,7 @@ def _follow(
 def _write_all(
     out: Path, weights: Weights, suspects: list[Suspect], plan: Plan, hidden: list[Tensor]
 ) -> dict[str, Path]:
-    """The files by suspect, each head read once.
-
-    A mistake that makes infinities has no file: it is seen without a suspect.
-    """
+    """The files by suspect. A mistake that makes infinities has none: it is seen without one."""
     written = {}
     for name in sorted({s.head for s in suspects}):
         head = weights(name)

@@ -8,8 +8,6 @@ part of the noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -23,26 +21,21 @@ from oracle.truth.config import Config
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
-Change = Callable[[str, Tensor], Tensor]
-
 
 class Weights:
-    """The tensors of a checkpoint by name; `change` is applied to each after rounding."""
+    """The tensors of a checkpoint by name."""
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: str, change: Change | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: str) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
-        self._change = change
 
     def __call__(self, name: str, *, rows: Tensor | None = None) -> Tensor:
         """One tensor, or only some of its rows."""
         packed = self.checkpoint.packed.get(name)
-        read = self._rounded(name, rows) if packed is None else self._unpacked(name, packed, rows)
-        return read if self._change is None else self._change(name, read)
+        return self._rounded(name, rows) if packed is None else self._unpacked(name, packed, rows)
 
     def stored(self, name: str) -> Tensor:
         """One tensor as stored, mapped from its file."""
-        file = self.checkpoint.tensors[name].file
-        with safe_open(str(file), framework="pt") as tensors:
+        with safe_open(str(self.checkpoint.tensors[name].file), framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor
 

@@ -41,10 +41,20 @@ def checkpoints(tmp_path_factory):
     return {name: resolve(str(folder)) for name, folder in made.items()}
 
 
+class Changed(Weights):
+    """Weights of which each tensor goes through `change(name, tensor)`."""
+
+    change = staticmethod(lambda name, tensor: tensor)
+
+    def __call__(self, name, **rows):
+        return self.change(name, super().__call__(name, **rows))
+
+
 def logits(checkpoint, config=None, *, tokens=TOKENS, segments=None, dtype="float32", change=None):
     """(n, V) logits, and how far any way of following the tokens is from the first."""
     config = config or read_config(checkpoint.config)
-    weights = Weights(checkpoint, dtype=dtype, change=change)
+    weights = Changed(checkpoint, dtype=dtype)
+    weights.change = change or weights.change
     streams = truth.follow(weights, config, tokens, segments=segments or {"full": [len(tokens)]})
     out = np.zeros((len(tokens), config.vocab_size))
     most, apart = truth.write_logits(streams, weights.head(config), out)
