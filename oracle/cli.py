@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,32 +25,32 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from oracle.formats.run_folder import Manifest
-    from oracle.question import Asked
+    from oracle.question import Computed, Making
 
 _Option = Callable[[Callable[..., None]], Callable[..., None]]
 _PATH = click.Path(path_type=Path)
+_DTYPES = ["float32", "float16", "bfloat16"]
 
 
 class _List(click.ParamType):  # type: ignore[type-arg]
-    """Values separated by commas: whole numbers, or names."""
+    """Values separated by commas: names, or whole numbers."""
 
     def __init__(self, kind: Callable[[str], Any]) -> None:
-        self.name, self._kind = "list", kind
+        self.name, self._kind = "n,n,..." if kind is int else "name,...", kind
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, _: object) -> tuple[Any, ...]:
         try:
             return tuple(self._kind(part) for part in str(value).split(","))
         except ValueError:
-            option = param.opts[0] if param else ""
             what = f"{value!r}, expected whole numbers separated by commas"
-            raise Refusal(what, where=option) from None
+            raise Refusal(what, where=param.opts[0] if param else "") from None
 
 
-def _option(*names: str, **settings: Any) -> _Option:
-    """An option whose default, if it has one, is shown."""
-    return click.option(*names, show_default=settings.get("default") is not None, **settings)
+def _option(name: str, what: str, *, into: str | None = None, **settings: Any) -> _Option:
+    """An option with its help, whose default, if it has one, is shown; `into` is its parameter."""
+    names = [name] if into is None else [name, into]
+    shown = settings.get("default") is not None
+    return click.option(*names, help=what, show_default=shown, **settings)
 
 
 def _options(*options: _Option) -> _Option:
@@ -64,28 +65,16 @@ def _options(*options: _Option) -> _Option:
 _folder = click.argument("folder", type=_PATH)
 _model = _options(
     click.argument("model", required=False),
-    _option("--revision", help="The commit of a Hub model."),
+    _option("--revision", "The commit of a Hub model."),
 )
+_key = "A key of config.json to take out, though unknown."
 _computed = _options(
-    _option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32"),
-    _option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]"),
-    _option(
-        "--ignore-key",
-        "ignore_keys",
-        metavar="NAME",
-        multiple=True,
-        help="A key of config.json to take out, though unknown.",
-    ),
+    _option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
+    _option("--threads", "Threads of torch  [default: one per core]", type=click.IntRange(1)),
+    _option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
 )
-_json = _option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-
-
-def _out(help: str) -> _Option:
-    return _option("--out", type=_PATH, required=True, help=help)
-
-
-def _numbers(name: str, help: str) -> _Option:
-    return _option(name, type=_List(int), metavar="N,N,...", help=help)
+_json = _option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
+_out = partial(_option, "--out", type=_PATH, required=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -102,57 +91,34 @@ def cli() -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", help="Text to start from.")
-@_option("--prompt-file", type=_PATH, help="A UTF-8 text file to start from.")
-@_numbers("--tokens", "Token ids to start from.")
+@_option("--prompt", "Text to start from.")
+@_option("--prompt-file", "A UTF-8 text file to start from.", type=_PATH)
+@_option("--tokens", "Token ids to start from.", type=_List(int))
 @_option(
     "--prompt-tokens",
+    "With --steps 0: how many of --tokens are the prompt  [default: all]",
     type=int,
-    help="With --steps 0: how many of --tokens are the prompt  [default: all]",
 )
-@_option("--steps", type=click.IntRange(0), default=20, help="Greedy tokens after the prompt.")
-@_numbers(
-    "--chunks", "Sizes in which the chunked plan sends the prompt  [default: 3/5 and the rest]"
-)
+@_option("--steps", "Greedy tokens after the prompt.", type=click.IntRange(0), default=20)
+@_option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=_List(int))
 @_computed
-@_option(
-    "--taps",
-    type=_List(str),
-    metavar="NAME,...",
-    default="hidden",
-    help="Places inside a layer that the truth records.",
-)
-@_option("--keep-pool", is_flag=True, help="Keep the eager runs too.")
-@_option("--force", is_flag=True, help="Replace a folder that an earlier run left.")
+@_option("--taps", "Places in a layer that the truth records.", type=_List(str), default="hidden")
+@_option("--keep-pool", "Keep the eager runs too.", is_flag=True)
+@_option("--force", "Replace a folder that an earlier run left.", is_flag=True)
 @_out("The folder to make.")
-def run(
-    model: str | None,
-    prompt_file: Path | None,
-    keep_pool: bool,
-    force: bool,
-    out: Path,
-    **asked: Unpack[Asked],
-) -> None:
+def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack[Making]) -> None:
     """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default."""
-    sources: dict[str, object] = {"--prompt": asked["prompt"], "--prompt-file": prompt_file}
-    sources["--tokens"] = asked["tokens"]
+    sources: dict[str, object] = {"--prompt": making["prompt"], "--prompt-file": prompt_file}
+    sources["--tokens"] = making["tokens"]
     given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
         raise Refusal(f"{' and '.join(given) or 'no prompt'}: expected one of {', '.join(sources)}")
     if prompt_file:
-        asked["prompt"] = _read(prompt_file)
+        making["prompt"] = _read(prompt_file)
     with _computing() as progress:
         from oracle import folder
 
-        manifest = folder.run(
-            model,
-            out=out,
-            keep_pool=keep_pool,
-            force=force,
-            progress=progress,
-            note=_note,
-            **asked,
-        )
+        manifest = folder.run(model, out=out, progress=progress, note=_note, **making)
     for line in folder.proofs(manifest):
         _note(line)
     click.echo(out)
@@ -162,15 +128,17 @@ def run(
 @_model
 @_option(
     "--plan",
-    "plan_files",
+    "A plan to follow; may be given again.",
+    into="plan_files",
     type=_PATH,
     multiple=True,
     required=True,
-    help="A plan to follow; may be given again.",
 )
 @_computed
 @_out("Where each plan's trace goes, as NAME.safetensors.")
-def follow(model: str | None, plan_files: tuple[Path, ...], out: Path, **options: Any) -> None:
+def follow(
+    model: str | None, plan_files: tuple[Path, ...], out: Path, **computed: Unpack[Computed]
+) -> None:
     """Follow any plans with transformers' Llama and its DynamicCache, right or not.
 
     Errors of a step stand in its trace.
@@ -178,8 +146,8 @@ def follow(model: str | None, plan_files: tuple[Path, ...], out: Path, **options
     with _computing() as progress:
         from oracle import folder
 
-        written = folder.follow(model, plan_files=plan_files, out=out, progress=progress, **options)
-    click.echo("\n".join(map(str, written)))
+        made = folder.follow(model, plan_files=plan_files, out=out, progress=progress, **computed)
+    click.echo("\n".join(map(str, made)))
 
 
 @cli.command()

@@ -30,19 +30,31 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
 _IMPORTS, _BYTES, _OPERATIONS = 8.0, 6e9, 3e10
 
 
-class Asked(TypedDict, total=False):
-    """The keywords of `ask` beside the model, for who passes them on."""
+class Computed(TypedDict, total=False):
+    """Keywords that say which of a model's commits and keys to read, and how to compute."""
+
+    revision: str | None
+    ignore_keys: Sequence[str]
+    dtype: str
+    threads: int | None
+
+
+class Asked(Computed, total=False):
+    """The keywords of `ask` beside the model."""
 
     prompt: str | None
     tokens: Sequence[int] | None
     prompt_tokens: int | None
     steps: int
     chunks: Sequence[int] | None
-    dtype: str
-    threads: int | None
     taps: Sequence[str]
-    revision: str | None
-    ignore_keys: Sequence[str]
+
+
+class Making(Asked, total=False):
+    """The keywords of `folder.run` beside the model and the place."""
+
+    keep_pool: bool
+    force: bool
 
 
 @dataclass(frozen=True, slots=True)

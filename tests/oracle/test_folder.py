@@ -344,9 +344,12 @@ def test_a_number_that_is_not_finite_is_found(copy):
 @pytest.mark.parametrize(
     "asked", [{"steps": 6}, {"steps": 6, "taps": ("hidden",), "dtype": "float32"}]
 )
-def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
+def test_the_digest_of_the_inputs_is_known_before_the_run(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
     assert question.digest() == run_folder.read_manifest(kept).inputs
+
+
+def test_the_digest_of_the_inputs_needs_no_torch():
     code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
     code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
