@@ -11,11 +11,8 @@ import signal
 
 
 def main() -> None:
-    """Imports and runs the command line.
-
-    An interrupt meanwhile ends the process at once, as there is nothing yet to remove.
-    """
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    """Runs the command line. An interrupt while it is imported ends the process at once."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # there is nothing yet to remove
     from oracle import cli
 
     cli.main()

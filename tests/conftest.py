@@ -1,8 +1,9 @@
-"""Two processes under one command: the oracle's tests have torch, the port's have MLX and a BLAS of its own.
+"""Two processes under one command: the oracle's tests have torch, the port's MLX and its BLAS.
 
-A BLAS loaded for MLX changes torch's numbers, so the two never share a process. `pytest` over both folders runs one after
-the other and exits with the worse code; over one folder it is ordinary. Both share a room, MLXKV_TEST_ROOM, for what is
-slow to make; name a folder there to keep it from one run to the next.
+A BLAS loaded for MLX changes torch's numbers, so the two never share a process. `pytest` over both
+folders runs them side by side and exits with the worse code; over one folder it is ordinary. Both
+share a room, MLXKV_TEST_ROOM, for what is slow to make, a warm oracle among it; name a folder there
+to keep it from one run to the next.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,32 @@ import pytest
 FOLDERS = ("oracle", "mlxkv")
 _HERE = Path(__file__).parent
 _ROOM = "MLXKV_TEST_ROOM"
+_FUZZ = "MLXKV_FUZZ"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also the tests that take minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: runs only with --nightly")
+    if config.option.nightly:
+        os.environ.setdefault(_FUZZ, "10")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.nightly:
+        return
+    left = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the warm oracle of a session that had a room of its own."""
+    factory = getattr(config, "_tmp_path_factory", None)
+    if _ROOM not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and factory:
+        (factory.getbasetemp() / "room" / "warm").unlink(missing_ok=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,7 +61,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         tempfile.TemporaryFile() as aside,
     ):
         environment = {_ROOM: scratch} | os.environ
-        # At once, since both wait a lot; the oracle's half, the shorter one, is shown when the other is over.
+        # At once, since both wait a lot; the oracle's half is the shorter one, and shown last.
         outputs = [{"stdout": aside, "stderr": subprocess.STDOUT}, {}]
         commands = [[*options, *halves[0]], [*options, *_workers(config), *halves[1]]]
         processes = [
@@ -58,7 +86,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def _workers(config: pytest.Config) -> list[str]:
-    """The port's half is the longer one and waits for processes of its own: three workers and more share its files."""
+    """The port's half is the longer one and waits for processes: three workers or more share it."""
     alone = (
         config.option.usepdb
         or config.option.capture == "no"
@@ -70,7 +98,10 @@ def _workers(config: pytest.Config) -> list[str]:
 
 
 def combined(codes: Sequence[int]) -> int:
-    """The worst exit code. A half in which nothing was selected counts only if it was so in both; a signal is a failure."""
+    """The worst exit code; a signal is a failure.
+
+    A half in which nothing was selected counts only if it was so in both.
+    """
     told = [code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED]
     return max(
         (128 - code if code < 0 else code for code in told),
@@ -92,7 +123,7 @@ def _paths(config: pytest.Config, folder: str) -> list[str]:
 
 
 def _options(args: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """The arguments that are no paths. Where an option's value reads like a path, it is the one after an option."""
+    """The arguments that are no paths; what stands after an option may be its value."""
     left, kept = list(paths), []
     for before, arg in zip(("", *args), args, strict=False):
         value = args.count(arg) > paths.count(arg) and before.startswith("-")
@@ -103,13 +134,26 @@ def _options(args: Sequence[str], paths: Sequence[str]) -> list[str]:
     return kept
 
 
-@pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that both halves share."""
-    named = os.environ.get(_ROOM)
-    folder = Path(named) if named else tmp_path_factory.mktemp("room")
+def _room(factory: pytest.TempPathFactory) -> Path:
+    named, base = os.environ.get(_ROOM), factory.getbasetemp()
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    folder = Path(named) if named else (base.parent if worker else base) / "room"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that both halves, and all workers of a half, share."""
+    return _room(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def torch_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """`torch_python("-m", "oracle", ...)`: a command line for a process with torch, soon there."""
+    import warm
+
+    return partial(warm.command, _room(tmp_path_factory))
 
 
 @pytest.fixture(autouse=True)
@@ -117,5 +161,6 @@ def _torch_and_mlx_never_meet() -> Iterator[None]:
     yield
     if {"torch", "mlx.core"} <= sys.modules.keys():
         pytest.fail(
-            "torch and mlx.core are loaded in one process: a BLAS loaded for MLX changes torch's numbers"
+            "torch and mlx.core are loaded in one process: "
+            "a BLAS loaded for MLX changes torch's numbers"
         )

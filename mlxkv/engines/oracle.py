@@ -15,7 +15,8 @@ from mlxkv.engines.progress import say
 from oracle.formats import disk, run_folder
 from oracle.formats import plan as plans
 from oracle.formats.errors import Refusal
-from oracle.model.checkpoint import Checkpoint, cache_dir
+from oracle.model.cache_folder import cache_dir
+from oracle.model.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from oracle.formats import child, disk
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.exits import PARENT
-from oracle.model.checkpoint import cache_dir
+from oracle.model.cache_folder import cache_dir
 
 PORT, MLX_LM, OWN = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.own"
 """The modules that follow a job, each in a process of its own."""

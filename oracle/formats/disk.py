@@ -45,24 +45,34 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into the Refusal that `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+@contextmanager
 def part(path: Path) -> Iterator[Path]:
     """An empty file beside `path` under a temporary name; removed at the end unless renamed."""
-    made = claim_part(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        os.chmod(name, 0o644)
     try:
-        yield made
+        yield Path(name)
     finally:
-        made.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`: renamed to it if the block succeeds, else removed."""
-    with part(path) as made:
-        try:
-            yield made
-            made.replace(path)
-        except OSError as error:
-            raise unwritable(path, error) from error
+    with part(path) as made, writing(path):
+        yield made
+        made.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -76,18 +86,6 @@ def unwritable(path: Path, error: OSError) -> Refusal:
     """The one line for an output that could not be written."""
     why = f"cannot be written ({error.strerror or error})"
     return Refusal(why, where=path, remedy="choose another folder or free some space")
-
-
-def claim_part(path: Path) -> Path:
-    """An empty file beside `path`, under a temporary name."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    os.chmod(name, 0o644)
-    return Path(name)
 
 
 def sha256(path: Path) -> str:

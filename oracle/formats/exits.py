@@ -1,8 +1,8 @@
 """How a process of ours ends: one ladder of exit codes for every command, and no longer life than
 its parent's.
 
-0 agree or done, 1 differ, 2 could not tell, 130 interrupted. A fault of ours shows its traceback and
-is 2 too: 1 means that the engines differ.
+0 agree or done, 1 differ, 2 could not tell, 130 interrupted. A fault of ours shows its traceback
+and is 2 too: 1 means that the engines differ.
 """
 
 from __future__ import annotations

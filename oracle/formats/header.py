@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One stored tensor: its dtype as safetensors spells it, and the place of its bytes in `file`."""
+    """One stored tensor: its dtype as safetensors spells it, where its bytes are in `file`."""
 
     file: Path
     dtype: str

@@ -36,14 +36,18 @@ Whole = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Tokens = Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1)]
 
 
-class New(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="new"):
+class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag=str.lower):
+    """In JSON an object whose `do` is the name of its class in lower case."""
+
+
+class New(_Step, frozen=True):
     """A fresh cache under this name; an older one of the same name is dropped."""
 
     cache: str
     use_kv_cache: bool = True
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="call"):
+class Call(_Step, frozen=True):
     """One forward call of `tokens`. `index_pos` None leaves the position to the cache."""
 
     cache: str
@@ -51,7 +55,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="d
     index_pos: Whole | None = None
 
 
-class Greedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="greedy"):
+class Greedy(_Step, frozen=True):
     """`n` greedy tokens after `tokens`; ties take the lowest id; the last token chosen is not fed.
 
     `advance` says what the caller does to index_pos after a call: `right` adds the tokens fed,
@@ -65,28 +69,21 @@ class Greedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     advance: Advance = "right"
 
 
-class Clone(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="do",
-    tag="clone",
-    rename={"source": "from", "target": "to"},
-):
+class Clone(_Step, frozen=True, rename={"source": "from", "target": "to"}):
     """`target` becomes an independent copy of `source`."""
 
     source: str
     target: str
 
 
-class Crop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="crop"):
+class Crop(_Step, frozen=True):
     """The cache keeps its first `length` tokens."""
 
     cache: str
     length: Whole
 
 
-class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="reset"):
+class Reset(_Step, frozen=True):
     """The cache is empty again."""
 
     cache: str

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -64,11 +64,7 @@ def of_format(value: Any, name: str, *, where: object, remedy: str) -> dict[str,
     return {key: entry for key, entry in value.items() if key != "format"}
 
 
-@overload
-def typed(value: object, kind: type[T], *, where: object, remedy: str) -> T: ...
-@overload
-def typed(value: object, kind: Any, *, where: object, remedy: str) -> Any: ...
-def typed(value: object, kind: Any, *, where: object, remedy: str) -> Any:
+def typed(value: object, kind: type[T], *, where: object, remedy: str) -> T:
     """A decoded value as a `kind`; a Refusal names the key, what is there and what is expected.
 
     A dataclass takes no unknown key; a Struct must say `forbid_unknown_fields` itself.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,15 +48,10 @@ def mapped(tensors: Mapping[str, Tensor], mode: Literal["r", "r+"] = "r") -> dic
 
 
 class Writer:
-    """Arrays of known shapes, filled in place in a memory map; the file is there only when whole.
+    """Arrays of known shapes, filled in place in a memory map of `part`; see `writer`."""
 
-    `meta_bytes` bounds the metadata, which is written last (what became of the steps is known only
-    then) into space kept for it in front. It is one key, `mlxkv`, holding sorted JSON, because
-    several keys would be written in varying order.
-    """
-
-    def __init__(self, path: Path, shapes: Shapes, *, meta_bytes: int = 2**16) -> None:
-        self.path = path
+    def __init__(self, path: Path, part: Path, shapes: Shapes, meta_bytes: int) -> None:
+        self._path, self._part = path, part
         # Largest items first, so that every array starts at a multiple of its item's size.
         order = sorted(shapes.items(), key=lambda s: (-np.dtype(s[1][0]).itemsize, s[0]))
         self._entries, size = header.declare(
@@ -63,40 +59,37 @@ class Writer:
         )
         room = len(json.dumps(self._entries)) + meta_bytes
         self._header = 8 + -(-room // 4096) * 4096
-        self._part = disk.claim_part(path)
-        try:
-            _allocate(self._part, self._header + size)
-            whole = header.checked(self._part, self._entries, self._header, self._header + size)
-            self.arrays = mapped(whole, "r+")
-        except OSError as error:
-            self.discard()
-            raise disk.unwritable(path, error) from error
+        whole = self._header + size
+        _allocate(part, whole)
+        self.arrays = mapped(header.checked(part, self._entries, self._header, whole), "r+")
 
     def finish(self, meta: Mapping[str, Any]) -> None:
         """Writes the metadata and renames the file into place."""
         # JSON within JSON: quotes are escaped once more, which the bound above allows for.
-        text = header.encoded(self._entries, {"mlxkv": strict_json.encode(meta)}, size=self._header)
-        try:
+        text = {"mlxkv": strict_json.encode(meta)}
+        first = header.encoded(self._entries, text, size=self._header)
+        with disk.writing(self._path):
             for array in self.arrays.values():
                 if isinstance(array, np.memmap):
                     array.flush()
             self.arrays = {}
             with self._part.open("r+b") as file:
-                file.write(text)
-            self._part.replace(self.path)
-        except OSError as error:
-            raise disk.unwritable(self.path, error) from error
+                file.write(first)
+            self._part.replace(self._path)
 
-    def discard(self) -> None:
-        """Drops what has been written, unless it was finished."""
-        self.arrays = {}
-        self._part.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self
+@contextmanager
+def writer(path: Path, shapes: Shapes, *, meta_bytes: int = 2**16) -> Iterator[Writer]:
+    """A Writer of one file, which is there only once it is finished.
 
-    def __exit__(self, *exc: object) -> None:
-        self.discard()
+    `meta_bytes` bounds the metadata, which is written last (what became of the steps is known only
+    then) into space kept for it in front. It is one key, `mlxkv`, holding sorted JSON, because
+    several keys would be written in varying order.
+    """
+    with disk.part(path) as part:
+        with disk.writing(path):
+            made = Writer(path, part, shapes, meta_bytes)
+        yield made
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -12,6 +12,7 @@ position. This module knows no engine and judges nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -126,12 +127,12 @@ class Trace:
         return self.arrays[prefix + "keys"], self.arrays[prefix + "values"]
 
 
-def writer(path: Path, meta: Meta, shapes: Shapes) -> Writer:
+def writer(path: Path, meta: Meta, shapes: Shapes) -> AbstractContextManager[Writer]:
     """A Writer with room for what `meta` will say once every step has run."""
     chosen = sum(s.n for s in meta.plan.steps if isinstance(s, Greedy))
     known = len(strict_json.encode(meta.to_json()))
     room = 2 * known + 1024 * len(meta.plan.steps) + 16 * chosen
-    return Writer(path, shapes, meta_bytes=room + 2**16)
+    return tensors.writer(path, shapes, meta_bytes=room + 2**16)
 
 
 def write(path: Path | str, meta: Meta, arrays: Mapping[str, Array]) -> None:

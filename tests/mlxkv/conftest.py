@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 
-from mlxkv.engines import machine as runtime
+from mlxkv.engines import machine, process
 
-runtime.prepare("cpu")
+machine.prepare("cpu")
 
 from mlxkv.port.llama import Llama  # noqa: E402
 from mlxkv.port.weights import load  # noqa: E402
 from oracle.formats.disk import alone  # noqa: E402
 from oracle.model.checkpoint import Checkpoint, resolve  # noqa: E402
+
+PAGE = "The capital of France is"
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +36,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
-    """A tiny model, by layout and dtype. A Llama keeps nothing between calls, so all tests share it."""
+    """A tiny model, by layout and dtype; shared, since a Llama keeps nothing between calls."""
     loaded: dict[tuple[str, str], Llama] = {}
 
     def model(layout: str = "gqa", dtype: str = "float32") -> Llama:
@@ -45,30 +47,37 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
     return model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm_oracle(torch_python: Callable[..., list[str]]) -> Iterator[None]:
+    """What mlxkv starts as `python -m oracle` from this process is the warm one."""
+    real = process.Process.__init__
+
+    def warm(self: process.Process, arguments: list[str], **options: Any) -> None:
+        real(self, arguments, **options)
+        if arguments[0] == "oracle":
+            self.command = torch_python("-m", *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.Process, "__init__", warm)
+        yield
+
+
 @pytest.fixture(scope="session")
 def oracle_of(
-    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    folder_of: Callable[[str], Path],
+    torch_python: Callable[..., list[str]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
-    """The oracle's run folder of a tiny model over models.SEQUENCE, by layout. Not to be written to."""
+    """The oracle's run folder of a tiny model over models.SEQUENCE. Not to be written to."""
     made = tmp_path_factory.mktemp("oracle")
+    ids = ",".join(map(str, models.SEQUENCE))
+    options = ["--tokens", ids, "--prompt-tokens", str(models.PROMPT), "--steps", "0"]
 
     def folder(layout: str) -> Path:
-        out, ids = made / layout, ",".join(map(str, models.SEQUENCE))
-        command = [
-            "oracle",
-            "run",
-            str(folder_of(layout)),
-            "--tokens",
-            ids,
-            "--prompt-tokens",
-            str(models.PROMPT),
-            "--steps",
-            "0",
-        ]
+        out = made / layout
         if not out.exists():
-            subprocess.run(
-                [sys.executable, "-m", *command, "--out", str(out)], check=True, capture_output=True
-            )
+            command = ["oracle", "run", str(folder_of(layout)), *options, "--out", str(out)]
+            subprocess.run(torch_python("-m", *command), check=True, capture_output=True)
         return out
 
     return folder
@@ -82,25 +91,19 @@ def answer(oracle_of: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def default_checkpoint() -> Checkpoint:
-    """The real default model; fetched and converted once per machine. Tests that need it fail where it cannot be had."""
+    """The real default model, fetched and converted once per machine.
+
+    Tests that need it fail where it cannot be had.
+    """
     return resolve(None)
 
 
 @pytest.fixture(scope="session")
-def default_oracle(room: Path) -> Path:
-    """The oracle's run folder of the page's prompt on the default model; made by whichever half of the tests is first."""
+def default_oracle(room: Path, torch_python: Callable[..., list[str]]) -> Path:
+    """The oracle's answer to the page's prompt, made by whichever half of the tests is first."""
     folder = room / "default-oracle"
     with alone(room / "default-oracle.lock", waiting=lambda: None):
         if not (folder / "manifest.json").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "oracle",
-                "run",
-                "--prompt",
-                "The capital of France is",
-                "--out",
-                str(folder),
-            ]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            command = ["oracle", "run", "--prompt", PAGE, "--out", str(folder)]
+            subprocess.run(torch_python("-m", *command), check=True, stdout=subprocess.DEVNULL)
     return folder

@@ -1,4 +1,7 @@
-"""The command as a person runs it: a process, its exit code, its one line. The model is tiny; the oracle is real."""
+"""The command as a person runs it: its exit code, its one line. The model is tiny, the oracle real.
+
+Most run in the tests' own process; a true process stands where one can tell the difference.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import candle
 import models
 import numpy as np
 import pytest
+from command import Done, mlxkv, refused
 
 from oracle.formats import disk, trace
 from oracle.formats.plan import Call
@@ -25,24 +29,12 @@ from oracle.model.checkpoint import resolve
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
 
 
-def mlxkv(
-    *arguments: str | Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
+    """The command in a process of its own."""
     command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {})
     )
-
-
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Exit code 2, nothing on stdout, one line on stderr that holds all the words."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +43,12 @@ def tiny(folder_of: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answer(
+    tiny: Path, torch_python: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """An oracle folder of the tiny model."""
     folder = tmp_path_factory.mktemp("oracle") / "run"
-    command = [sys.executable, "-m", "oracle", "run", str(tiny), *TOKENS, "--out", str(folder)]
+    command = torch_python("-m", "oracle", "run", str(tiny), *TOKENS, "--out", str(folder))
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -129,6 +123,9 @@ def test_a_second_run_reuses_the_oracle_never_the_port_and_nothing_damaged(
     with (kept / "truth.safetensors").open("r+b") as file:
         file.seek(-8, os.SEEK_END)
         file.write(b"damaged!")
+    assert took()["oracle"] is not None
+    manifest = json.loads((kept / "manifest.json").read_text()) | {"inputs": "0" * 64}
+    (kept / "manifest.json").write_text(json.dumps(manifest))
     assert took()["oracle"] is not None
 
 
@@ -264,29 +261,28 @@ def test_a_third_engine_stands_beside_the_port_and_the_oracle(
     ]
 
 
+def test_two_candidates_of_one_plan_are_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    one, two = answer / "reference-step.safetensors", tmp_path / "two.safetensors"
+    shutil.copy(one, two)
+    both = ("--candidate", one, "--candidate", two)
+    done = mlxkv("compare", tiny, "--oracle", answer, *both, "--out", tmp_path / "out")
+    refused(done, "two.safetensors: a second trace of plan 'step' beside", "give one of them")
+
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny" / "gqa"
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, trace.Trace]:
+def golden(
+    torch_python: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, trace.Trace]:
     """An oracle folder over the tokens of candle's cached plan, and candle's rows as a trace."""
     folder = tmp_path_factory.mktemp("golden") / "run"
     rows = candle.read(GOLDEN, "cached", fingerprint=resolve(str(GOLDEN)).fingerprint)
     ids = [str(id) for step in rows.meta.plan.steps if isinstance(step, Call) for id in step.tokens]
-    command = [
-        "oracle",
-        "run",
-        str(GOLDEN),
-        "--tokens",
-        ",".join(ids),
-        "--prompt-tokens",
-        "5",
-        "--steps",
-        "0",
-        "--out",
-        str(folder),
-    ]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    options = ["--tokens", ",".join(ids), "--prompt-tokens", "5", "--steps", "0"]
+    command = torch_python("-m", "oracle", "run", str(GOLDEN), *options, "--out", str(folder))
+    subprocess.run(command, check=True, capture_output=True)
     return folder, rows
 
 
@@ -437,7 +433,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(
 ) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path)), "MLXKV_CACHE": str(tmp_path / "cache")}
     refused(
-        mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env),
+        process("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env),
         f"{package} is not installed",
         extra,
     )
@@ -448,7 +444,7 @@ def test_a_comparison_with_a_given_folder_needs_no_torch(
     tiny: Path, answer: Path, tmp_path: Path, package: str
 ) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path))}
-    done = mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
+    done = process("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
     assert done.returncode == 0, done.stderr
 
 
@@ -467,50 +463,41 @@ def without(package: str, room: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("after", [0.3, 1.5, 4.0])
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("moment", "given"),
+    [(None, False), ("cache/oracle/.*.part/plans", False), ("cache/runs/*/float64/job.json", True)],
+    ids=["imports", "the oracle at work", "the engines at work"],
+)
 def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(
-    tiny: Path, tmp_path: Path, after: float
+    tiny: Path, answer: Path, tmp_path: Path, moment: str | None, given: bool
 ) -> None:
-    env = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-m",
-        "mlxkv",
-        "compare",
-        str(tiny),
-        "--tokens",
-        "3,7",
-        "--steps",
-        "62",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    asked = ["--oracle", str(answer)] if given else ["--tokens", "3,7", "--steps", "62"]
+    command = [sys.executable, "-m", "mlxkv", "compare", str(tiny), *asked]
     process = subprocess.Popen(
-        command,
-        env=env,
+        [*command, "--out", str(tmp_path / "out")],
+        env=os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    time.sleep(after)
+    if moment is None:
+        time.sleep(0.15)
+    while moment and process.poll() is None and not list(tmp_path.glob(moment)):
+        time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     if process.returncode == 0:
         pytest.fail("the comparison was over before the interrupt; give it more to do")
     assert process.returncode in (130, -signal.SIGINT), errors
     assert "Traceback" not in errors
-    left = (
-        [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
-        if (tmp_path / "out").exists()
-        else []
-    )
-    assert left == []
+    assert files(tmp_path / "out") == []
     assert list((tmp_path / "cache").rglob("*.part")) == []
-    assert (
-        not (tmp_path / "cache" / "runs").exists()
-        or list((tmp_path / "cache" / "runs").iterdir()) == []
-    )
+    assert files(tmp_path / "cache" / "runs") == []
 
 
 def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_verdict(
@@ -519,17 +506,19 @@ def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_ver
     command = [sys.executable, "-m", "mlxkv", "inspect", str(tiny)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr.splitlines()) == (
-        2,
-        [
-            "error: standard output: cannot be written (No space left on device); give it somewhere to go"
-        ],
-    )
+    why = "standard output: cannot be written (No space left on device); give it somewhere to go"
+    assert (done.returncode, done.stderr) == (2, f"error: {why}\n")
     reader, writer = os.pipe()
     os.close(reader)
     assert subprocess.run(command, stdout=writer, stderr=subprocess.PIPE).returncode == 2
     os.close(writer)
-    code = "import sys; sys.argv = ['mlxkv', 'doctor']\nfrom mlxkv import cli, show\nshow.doctor = lambda: 1 / 0\ncli.main()"
+    code = (
+        "import sys; sys.argv = ['mlxkv', 'doctor']\n"
+        "from mlxkv import cli\n"
+        "from mlxkv.commands import show\n"
+        "show.doctor = lambda: 1 / 0\n"
+        "cli.main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr

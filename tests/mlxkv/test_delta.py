@@ -34,7 +34,7 @@ from oracle.formats import disk, run_folder
 from oracle.formats import trace as trace_file
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool
-from oracle.formats.tensors import Writer
+from oracle.formats.tensors import writer
 from oracle.formats.trace import Trace
 
 CASE = make_case()
@@ -510,7 +510,7 @@ def test_an_oracle_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     for name, trace in files.items():
         trace_file.write(tmp_path / f"{name}.safetensors", trace.meta, trace.arrays)
     shapes = {name: (a.dtype.type, a.shape) for name, a in CASE.floors.items()}
-    with Writer(tmp_path / "floors.safetensors", shapes) as out:
+    with writer(tmp_path / "floors.safetensors", shapes) as out:
         for name, array in CASE.floors.items():
             out.arrays[name][...] = array
         out.finish(CASE.pool.to_json())

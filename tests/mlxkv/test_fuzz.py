@@ -24,7 +24,7 @@ from mlxkv.judge.case import Case
 from mlxkv.judge.verdict import judge
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool, read_floors
-from oracle.formats.tensors import Array, Writer
+from oracle.formats.tensors import Array, writer
 from oracle.formats.trace import Trace
 
 CASES = 200 * int(os.environ.get("MLXKV_FUZZ", "1"))
@@ -129,7 +129,7 @@ def test_an_odd_pool_is_a_reason(members: list[str], kinds: list[str], distinct:
 def test_odd_metadata_of_the_floors_is_refused(meta: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as room:
         path = Path(room) / "floors.safetensors"
-        with Writer(path, {}) as out:
+        with writer(path, {}) as out:
             out.finish(sound()[0].pool.to_json() | meta)
         try:
             found, _ = read_floors(path)

@@ -45,30 +45,8 @@ def test_the_python_example_runs_as_written(
     assert [p.name for p in tmp_path.iterdir()] == ["france.safetensors"]
 
 
-def test_the_candle_example_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oracle.formats import trace
-
-    (code,) = [block for block in blocks("python") if "candle.read" in block]
-    monkeypatch.chdir(tmp_path)
-    exec(code.replace('"tests/', f'"{ROOT}/tests/'), {})
-    written = trace.read(tmp_path / "candle-cached.safetensors")
-    assert written.logits.shape == (20, 128)
-    assert written.positions.tolist() == list(range(4, 24))
-    assert written.meta.engine == "candle"
-
-
 def test_every_command_stands_in_readme() -> None:
     from mlxkv.cli import cli
 
     for name in cli.commands:
         assert f"`mlxkv {name}" in README
-
-
-def test_the_tokens_of_the_candle_example_are_those_that_candle_was_fed() -> None:
-    import candle
-
-    from oracle.formats.plan import Call
-
-    plan = candle.read(ROOT / "tests" / "golden" / "tiny" / "gqa", "cached").meta.plan
-    ids = [str(id) for step in plan.steps if isinstance(step, Call) for id in step.tokens]
-    assert f"--tokens {','.join(ids)}" in README

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import own_llama
 import pytest
+from command import mlxkv
 
 from oracle.formats import trace
 
@@ -30,7 +30,7 @@ def logits(tokens, cache):
 
 
 @pytest.fixture
-def room(
+def place(
     answer: Path, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A folder with somebody's port and an oracle's answer, to stand in."""
@@ -55,7 +55,7 @@ def block(language: str, word: str) -> str:
 
 
 def test_the_test_for_ones_own_suite_passes_and_fails(
-    room: Path, folder_of: Callable[[str], Path]
+    place: Path, folder_of: Callable[[str], Path]
 ) -> None:
     scope: dict[str, Callable[..., None]] = {}
     exec(block("python", "assert_agrees").replace("path/to/folder", str(folder_of("gqa"))), scope)
@@ -67,7 +67,7 @@ def test_the_test_for_ones_own_suite_passes_and_fails(
     assert right is sys.modules["my_port"].load
 
 
-def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(room: Path) -> None:
+def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(place: Path) -> None:
     code = block("python", "trace.Meta(")
     assert len([line for line in code.splitlines() if line]) <= 14
     exec(code, {})
@@ -75,10 +75,10 @@ def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(room: Path) 
         trace.read(f"mine-{name}.safetensors").positions.tolist() for name in ("full", "step")
     ] == [list(range(24))] * 2
     compare, delta = (shlex.split(line) for line in block("sh", "--no-run").splitlines())
-    done = subprocess.run([sys.executable, "-m", *compare], capture_output=True, text=True)
+    done = mlxkv(*compare[1:])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmine: agree (logits)    report: mlxkv-report/compare.md\n" in done.stdout
-    shown = subprocess.run([sys.executable, "-m", *delta], capture_output=True, text=True)
+    shown = mlxkv(*delta[1:])
     assert shown.returncode == 0, shown.stderr
     assert [line.split()[:3] for line in shown.stdout.splitlines()[-3:]] == [
         ["1", "2", "24"],

@@ -1,7 +1,7 @@
-"""What happens to a machine while `compare` runs: processes killed, disks full, two at once. Nothing is left, nothing is wrong.
+"""What happens to a machine while `compare` runs: kills, full disks, two at once. Nothing is left.
 
-MLXKV_KILLS is the number of runs that are killed at a random moment (default 3), MLXKV_KILLS_MODEL=default has them on the default
-model instead of a tiny one.
+With --nightly also runs killed at a random moment, MLXKV_KILLS of them (default 10) from
+MLXKV_SEED on; MLXKV_KILLS_MODEL=default has them on the default model instead of a tiny one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
+from command import mlxkv, refused
 
 from mlxkv.commands.compare import session
-from mlxkv.engines import machine as runtime
+from mlxkv.engines import machine
 from mlxkv.engines import oracle as engine
 from mlxkv.port.weights import load
 from mlxkv.report import publish
@@ -36,29 +38,15 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "mlxkv", *map(str, arguments)]
 
 
-def mlxkv(
-    *arguments: str | Path, env: dict[str, str] | None = None, limit: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    def set_limit() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.run(
+def started(*arguments: str | Path, cache: Path) -> subprocess.Popen[bytes]:
+    """A process of its own, in a group of its own."""
+    return subprocess.Popen(
         command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | (env or {}),
-        preexec_fn=set_limit,
+        env=os.environ | {"MLXKV_CACHE": str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-
-
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
 
 
 def of(folder: Path) -> list[str]:
@@ -86,79 +74,83 @@ def tiny(folder_of: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def victim(tiny: Path, request: pytest.FixtureRequest) -> tuple[Path, float]:
-    """The model of the runs that are killed, and the most seconds they are given."""
-    if os.environ.get("MLXKV_KILLS_MODEL") != "default":
-        return tiny, 20
-    return request.getfixturevalue("default_checkpoint").folder, 60
-
-
-@pytest.fixture(scope="module")
-def whole(victim: tuple[Path, float], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a run that nobody disturbed."""
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A room with the report, and the cache, of a run that nobody disturbed."""
     room = tmp_path_factory.mktemp("whole")
+    env = {"MLXKV_CACHE": str(room / "cache")}
+    done = mlxkv("compare", tiny, *TOKENS, "--out", room / "out", env=env)
+    assert done.returncode == 0, done.stderr
+    return room
+
+
+def harmless(room: Path, model: Path, whole: Path) -> None:
+    """The next run is as one that nobody disturbed, and sweeps what was left."""
     done = mlxkv(
         "compare",
-        victim[0],
+        model,
         *TOKENS,
         "--out",
         room / "out",
         env={"MLXKV_CACHE": str(room / "cache")},
     )
     assert done.returncode == 0, done.stderr
-    return room / "out"
-
-
-def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(
-    victim: tuple[Path, float], whole: Path, tmp_path: Path
-) -> None:
-    model, most = victim
-    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    randomly = random.Random(int(os.environ.get("MLXKV_SEED", "1")))
-    for _ in range(int(os.environ.get("MLXKV_KILLS", "3"))):
-        process = subprocess.Popen(
-            command("compare", model, *TOKENS, "--fresh", "--out", tmp_path / "out"),
-            env=os.environ | env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        time.sleep(randomly.uniform(0.2, most))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        gone(tmp_path)
-    done = mlxkv("compare", model, *TOKENS, "--out", tmp_path / "out", env=env)
-    assert done.returncode == 0, done.stderr
     for name in FILES:
-        assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
-    assert list((tmp_path / "cache" / "runs").iterdir()) == []
-    assert [
-        path.name for path in (tmp_path / "cache" / "oracle").iterdir() if path.name.startswith(".")
-    ] == []
+        assert (room / "out" / name).read_bytes() == (whole / "out" / name).read_bytes()
+    assert list((room / "cache" / "runs").iterdir()) == []
+    oracles = [path.name for path in (room / "cache" / "oracle").iterdir()]
+    assert [name for name in oracles if name.startswith(".")] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("moment", ["oracle/.*.part/plans", "oracle/.*.part/*.safetensors"])
+def test_runs_killed_beside_the_oracle_leave_nothing_that_harms_the_next(
+    tiny: Path, whole: Path, tmp_path: Path, moment: str
+) -> None:
+    cache = tmp_path / "cache"
+    process = started("compare", tiny, *TOKENS, "--out", tmp_path / "out", cache=cache)
+    while process.poll() is None and not list(cache.glob(moment)):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    gone(tmp_path)
+    harmless(tmp_path, tiny, whole)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_engines_end_with_a_killed_comparison_and_the_next_sweeps_its_traces(
-    tiny: Path, tmp_path: Path
+    tiny: Path, whole: Path, tmp_path: Path
 ) -> None:
-    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    long = ["--tokens", "3,7", "--steps", "62"]
-    process = subprocess.Popen(
-        command("compare", tiny, *long, "--out", tmp_path / "out"),
-        env=os.environ | env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while process.poll() is None and not list(
-        (tmp_path / "cache" / "runs").glob("*/float64/job.json")
-    ):
-        time.sleep(0.01)
+    cache = shutil.copytree(whole / "cache", tmp_path / "cache")
+    process = started("compare", tiny, *TOKENS, "--out", tmp_path / "out", cache=cache)
+    while process.poll() is None and not list(cache.glob("runs/*/float64/job.json")):
+        time.sleep(0.002)
     process.kill()
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     gone(tmp_path)
-    assert len(list((tmp_path / "cache" / "runs").iterdir())) == 1
-    assert mlxkv("compare", tiny, *long, "--out", tmp_path / "out", env=env).returncode == 0
-    assert list((tmp_path / "cache" / "runs").iterdir()) == []
+    assert len(list((cache / "runs").iterdir())) == 1
+    harmless(tmp_path, tiny, whole)
+
+
+@pytest.mark.nightly
+def test_runs_killed_at_any_moment_leave_nothing_that_harms_the_next(
+    tiny: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, most = tiny, 8.0
+    if os.environ.get("MLXKV_KILLS_MODEL") == "default":
+        model, most = request.getfixturevalue("default_checkpoint").folder, 60.0
+    env = {"MLXKV_CACHE": str(tmp_path / "undisturbed" / "cache")}
+    whole = tmp_path / "undisturbed"
+    assert mlxkv("compare", model, *TOKENS, "--out", whole / "out", env=env).returncode == 0
+    randomly, room = random.Random(int(os.environ.get("MLXKV_SEED", "1"))), tmp_path / "room"
+    for _ in range(int(os.environ.get("MLXKV_KILLS", "10"))):
+        process = started(
+            *("compare", model, *TOKENS, "--fresh", "--out", room / "out"), cache=room / "cache"
+        )
+        time.sleep(randomly.uniform(0.2, most))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        gone(room)
+    harmless(room, model, whole)
 
 
 def test_two_comparisons_at_once_on_one_cache_both_agree_and_ask_the_oracle_once(
@@ -184,16 +176,20 @@ def test_two_comparisons_at_once_on_one_cache_both_agree_and_ask_the_oracle_once
     ]
     for out in outs:
         for name in FILES:
-            assert (out / name).read_bytes() == (whole / name).read_bytes()
+            assert (out / name).read_bytes() == (whole / "out" / name).read_bytes()
     assert list((tmp_path / "cache" / "runs").iterdir()) == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     tiny: Path, tmp_path: Path
 ) -> None:
-    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = mlxkv(
-        "compare", tiny, *TOKENS, "--fresh", "--out", tmp_path / "out", env=env, limit=20_000
+    done = subprocess.run(
+        command("compare", tiny, *TOKENS, "--fresh", "--out", tmp_path / "out"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("error: ")
@@ -230,7 +226,7 @@ def test_a_wrong_blas_is_refused_before_the_oracle_runs(
             pass
     monkeypatch.setenv("MLXKV_BLAS", "libm.so.6")
     with pytest.raises(Refusal, match="has no cblas_sgemm"):
-        runtime.load_blas()
+        machine.load_blas()
 
 
 def test_more_steps_than_positions_are_refused_with_both(
@@ -253,10 +249,8 @@ def test_reports_that_are_not_there_are_refused_before_any_are_made(tmp_path: Pa
 
 def test_a_prompt_of_equal_tokens_says_what_it_cannot_show(tiny: Path, tmp_path: Path) -> None:
     done = mlxkv("compare", tiny, "--tokens", "5,5,5,5", "--steps", "1", "--out", tmp_path / "out")
-    assert (
-        "note: all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones"
-        in done.stdout
-    )
+    why = "a wrong mask or row cannot show; give a prompt of different ones"
+    assert f"note: all tokens are equal: {why}" in done.stdout
     assert "all tokens are equal" in (tmp_path / "out" / "compare.md").read_text()
 
 
@@ -318,6 +312,6 @@ def test_an_mlx_without_its_backend_names_the_extra_that_brings_it(
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(
         Refusal,
-        match=r"mlx is installed without its backend \(libmlx.so: .*\): pip install 'mlxkv\[port\]'",
+        match=r"installed without its backend \(libmlx.so: .*\): pip install 'mlxkv\[port\]'",
     ):
-        runtime.require_mlx()
+        machine.require_mlx()

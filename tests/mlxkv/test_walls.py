@@ -1,4 +1,7 @@
-"""Who imports whom: proved on the sources and in fresh processes, and each proof is shown an offender that it must find."""
+"""Who imports whom: proved on the sources and in fresh processes.
+
+Each proof is shown an offender that it must find.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,55 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = (
-    "oracle.formats.plan",
-    "oracle.formats.trace",
-    "oracle.model.checkpoint",
-    "oracle.model.tokenizer",
-    "oracle.formats.exits",
-)
-"""All that mlxkv may know of the oracle: what carries, and how a process lives."""
+SHARED = ("oracle.formats", "oracle.model")
+"""All that mlxkv may know of the oracle: formats, and where a model comes from."""
+BELOW = ("mlxkv.port", "mlxkv.engines", "mlxkv.judge", "mlxkv.report", *SHARED)
+"""What every command may use."""
 
-# Folder -> what nothing in it may import, and what is allowed all the same.
-WALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "mlxkv": (("torch", "transformers", "oracle"), SHARED),
-    # The thing under test knows no judge, no engine, no trace; it writes files as they are written.
-    "mlxkv/port": (
-        ("mlxkv", "oracle"),
-        (
-            "mlxkv.port",
-            "oracle.formats.errors.Refusal",
-            "oracle.model.checkpoint",
-            "oracle.formats.disk.atomic",
-        ),
+# Room -> what its files may import of our two packages. A room's walls hold for those within it.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "oracle": ("oracle",),
+    "oracle/formats": ("oracle.formats",),
+    "oracle/model": ("oracle.formats", "oracle.model"),
+    "oracle/truth": ("oracle.formats", "oracle.model", "oracle.truth"),
+    "oracle/pool": ("oracle.formats", "oracle.model", "oracle.truth", "oracle.pool"),
+    "mlxkv": ("mlxkv", *SHARED),
+    # The thing under test knows no judge, no engine, no trace; it writes files as all are written.
+    "mlxkv/port": ("mlxkv.port", "oracle.formats.errors", "oracle.formats.disk", "oracle.model"),
+    "mlxkv/engines": ("mlxkv.engines", "mlxkv.port", *SHARED),
+    "mlxkv/judge": ("mlxkv.judge", "oracle.formats"),
+    "mlxkv/report": ("mlxkv.report", "mlxkv.judge", "oracle.formats"),
+    "mlxkv/commands": ("mlxkv.commands", *BELOW),
+    "mlxkv/commands/compare": ("mlxkv.commands.compare", *BELOW),
+    "mlxkv/commands/locate": ("mlxkv.commands.locate", "mlxkv.commands.compare", *BELOW),
+    "mlxkv/commands/selftest": (
+        "mlxkv.commands.selftest",
+        "mlxkv.commands.locate",
+        "mlxkv.commands.compare",
+        *BELOW,
     ),
-    # Judging and reporting work on any machine. The scenarios are plans and what is known of them: data.
-    "mlxkv/judge": (
-        ("mlx", "mlx_lm", "mlxkv"),
-        ("mlxkv.judge", "mlxkv.commands.pitfalls.scenarios"),
-    ),
-    "mlxkv/report": (
-        ("mlx", "mlx_lm", "mlxkv"),
-        ("mlxkv.report", "mlxkv.judge", "mlxkv.commands.pitfalls.scenarios"),
-    ),
-    "oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
-    "tests/oracle": (("mlx", "mlx_lm", "mlxkv"), ()),
-    "tests/mlxkv": (("torch", "transformers"), ()),
+    "mlxkv/commands/pitfalls": ("mlxkv.commands.pitfalls", *BELOW),
+    "mlxkv/commands/bench.py": BELOW,
+    "mlxkv/commands/diff.py": BELOW,
+    "mlxkv/commands/judge.py": BELOW,
+    "mlxkv/commands/show.py": BELOW,
+    "tests/oracle": ("oracle",),
+    "tests/mlxkv": ("mlxkv", "oracle"),
+}
+FREE = ("mlxkv/commands/__init__.py", "mlxkv/commands/reports.py")
+"""Commands that may use any other."""
+
+# Room -> which libraries none of its files may import.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "oracle": ("mlx", "mlx_lm"),
+    "oracle/formats": ("torch", "transformers"),
+    "oracle/model": ("torch", "transformers"),
+    "mlxkv": ("torch", "transformers"),
+    # Judging and reporting work on any machine; judging with numpy alone.
+    "mlxkv/judge": ("mlx", "mlx_lm", "click", "rich", "matplotlib", "safetensors", "msgspec"),
+    "mlxkv/report": ("mlx", "mlx_lm"),
+    "tests/oracle": ("mlx", "mlx_lm"),
+    "tests/mlxkv": ("torch", "transformers"),
 }
 
 
@@ -56,7 +74,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def imported(path: Path, package: str) -> Iterator[tuple[int, str]]:
-    """The line and full dotted name of every import of a file, within functions and under TYPE_CHECKING too."""
+    """The line and full dotted name of every import of a file, wherever it stands in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -77,14 +95,15 @@ def imported(path: Path, package: str) -> Iterator[tuple[int, str]]:
             )
 
 
-def breaches(root: Path, folder: str) -> list[str]:
-    """Every import over the folder's wall."""
-    forbidden, allowed = WALLS[folder]
+def breaches(root: Path, room: str) -> list[str]:
+    """Every import over the room's walls."""
+    place, allowed = root / room, ROOMS[room]
     return [
         f"{path.relative_to(root)}:{line}: {name}"
-        for path in sorted((root / folder).rglob("*.py"))
+        for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))
         for line, name in imported(path, ".".join(path.relative_to(root).parent.parts))
-        if within(name, forbidden) and not within(name, allowed)
+        if (within(name, ("mlxkv", "oracle")) and not within(name, allowed))
+        or within(name, LIBRARIES.get(room, ()))
     ]
 
 
@@ -99,7 +118,11 @@ def modules(root: Path, package: str) -> list[str]:
 
 def loaded_by(root: Path, *names: str) -> set[str]:
     """What a fresh process has loaded once it has imported these."""
-    code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(*sys.modules)"
+    )
     environment = os.environ | {"PYTHONPATH": str(root)}
     finished = subprocess.run(
         [sys.executable, "-c", code],
@@ -114,7 +137,7 @@ def loaded_by(root: Path, *names: str) -> set[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources in a folder of their own, with packages that load at once in place of the heavy ones."""
+    """The sources in a folder of their own, beside packages that load at once for heavy ones."""
     for package in ("mlxkv", "oracle"):
         shutil.copytree(
             ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
@@ -129,52 +152,84 @@ def copy(tmp_path: Path) -> Path:
 # On the sources.
 
 
-@pytest.mark.parametrize("folder", WALLS)
-def test_no_import_goes_over_a_wall(folder: str) -> None:
-    assert breaches(ROOT, folder) == []
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_import_goes_over_a_wall(room: str) -> None:
+    assert (ROOT / room).exists()
+    assert breaches(ROOT, room) == []
+
+
+def test_every_room_and_every_command_has_walls() -> None:
+    rooms = [p for top in ("oracle", "mlxkv") for p in (ROOT / top).iterdir() if p.is_dir()]
+    commands = list((ROOT / "mlxkv" / "commands").iterdir())
+    names = {str(path.relative_to(ROOT)) for path in [*rooms, *commands]}
+    assert {n for n in names if not n.endswith("__pycache__")} - {*ROOMS, *FREE} == set()
 
 
 @pytest.mark.parametrize(
-    ("folder", "line", "name"),
+    ("room", "line", "name"),
     [
         ("mlxkv", "import torch", "torch"),
         ("mlxkv", "from torch import nn", "torch.nn"),
         ("mlxkv", "from transformers import LlamaConfig as C", "transformers.LlamaConfig"),
         ("mlxkv", "import oracle", "oracle"),
-        ("mlxkv", "from oracle import truth as plan", "oracle.truth.llama"),
-        ("mlxkv", "import oracle.truth", "oracle.truth.llama"),
-        ("mlxkv", "from oracle.config import read_config", "oracle.truth.config.read_config"),
+        ("mlxkv", "from oracle import truth as plan", "oracle.truth"),
+        ("mlxkv", "import oracle.truth.llama", "oracle.truth.llama"),
+        ("mlxkv", "from oracle.question import Question", "oracle.question.Question"),
         ("mlxkv", "import importlib; importlib.import_module('torch.nn')", "torch.nn"),
         ("mlxkv/port", "from mlxkv.judge import delta", "mlxkv.judge.delta"),
         ("mlxkv/port", "from ..judge import delta", "mlxkv.judge.delta"),
-        ("mlxkv/port", "from oracle.plan import Plan", "oracle.formats.plan.Plan"),
-        ("mlxkv/port", "from oracle import trace", "oracle.formats.trace"),
-        ("mlxkv/port", "from oracle.trace import Trace", "oracle.formats.trace.Trace"),
+        ("mlxkv/port", "from mlxkv.engines import runner", "mlxkv.engines.runner"),
+        ("mlxkv/port", "from oracle.formats.plan import Plan", "oracle.formats.plan.Plan"),
+        ("mlxkv/port", "from oracle.formats import trace", "oracle.formats.trace"),
+        ("mlxkv/port", "from oracle.truth import rope", "oracle.truth.rope"),
+        ("mlxkv/engines", "from mlxkv.judge import verdict", "mlxkv.judge.verdict"),
+        ("mlxkv/engines", "from mlxkv.report import page", "mlxkv.report.page"),
+        ("mlxkv/engines", "from mlxkv.commands.compare import run", "mlxkv.commands.compare.run"),
         ("mlxkv/judge", "import mlx.core as mx", "mlx.core"),
         ("mlxkv/judge", "from .. import port", "mlxkv.port"),
+        ("mlxkv/judge", "from oracle.model import checkpoint", "oracle.model.checkpoint"),
+        ("mlxkv/judge", "import rich.table", "rich.table"),
         ("mlxkv/report", "from mlxkv.engines import port", "mlxkv.engines.port"),
+        ("mlxkv/report", "from mlxkv.commands import judge", "mlxkv.commands.judge"),
+        ("mlxkv/commands", "from mlxkv import cli", "mlxkv.cli"),
+        ("mlxkv/commands/compare", "from mlxkv.commands import locate", "mlxkv.commands.locate"),
+        ("mlxkv/commands/locate", "from ..selftest import run", "mlxkv.commands.selftest.run"),
+        ("mlxkv/commands/selftest", "from .. import pitfalls", "mlxkv.commands.pitfalls"),
+        ("mlxkv/commands/pitfalls", "from mlxkv.commands import bench", "mlxkv.commands.bench"),
+        ("mlxkv/commands/bench.py", "from mlxkv.commands import compare", "mlxkv.commands.compare"),
+        ("mlxkv/commands/diff.py", "from . import compare", "mlxkv.commands.compare"),
+        ("mlxkv/commands/judge.py", "from . import compare", "mlxkv.commands.compare"),
         ("oracle", "from mlx import nn", "mlx.nn"),
         ("oracle", "from mlxkv.port import rope", "mlxkv.port.rope"),
         ("oracle", "__import__('mlx_lm')", "mlx_lm"),
+        ("oracle/formats", "from oracle.model import checkpoint", "oracle.model.checkpoint"),
+        ("oracle/formats", "from oracle import question", "oracle.question"),
+        ("oracle/formats", "import torch", "torch"),
+        ("oracle/model", "from oracle.truth import config", "oracle.truth.config"),
+        ("oracle/model", "import transformers", "transformers"),
+        ("oracle/truth", "from oracle.pool import errors", "oracle.pool.errors"),
+        ("oracle/truth", "from oracle import folder", "oracle.folder"),
+        ("oracle/pool", "from .. import answer", "oracle.answer"),
         ("tests/oracle", "import mlxkv", "mlxkv"),
         ("tests/mlxkv", "import torch.nn as nn", "torch.nn"),
     ],
 )
 def test_an_import_over_a_wall_is_found_wherever_it_hides(
-    folder: str, line: str, name: str, copy: Path
+    room: str, line: str, name: str, copy: Path
 ) -> None:
-    (copy / folder / "spy.py").write_text(f"def f():\n    if True:\n        {line}\n")
+    spy = copy / room if room.endswith(".py") else copy / room / "spy.py"
+    spy.write_text(f"def f():\n    if True:\n        {line}\n")
 
-    assert f"{folder}/spy.py:3: {name}" in breaches(copy, folder)
+    assert f"{spy.relative_to(copy)}:3: {name}" in breaches(copy, room)
 
 
 def test_an_import_that_only_sounds_forbidden_is_none(copy: Path) -> None:
     (copy / "mlxkv/spy.py").write_text(
-        "import torchlight, oracles\nfrom oracle import plan, trace\nfrom oracle.tokens import load\n"
+        "import torchlight, oracles\nfrom oracle.formats import plan, trace\n"
     )
-    (copy / "oracle/spy.py").write_text("import mlxkvs\nfrom . import plan\n")
+    (copy / "oracle/spy.py").write_text("import mlxkvs\nfrom . import formats\n")
 
-    assert [b for folder in ("mlxkv", "oracle") for b in breaches(copy, folder)] == []
+    assert [b for room in ("mlxkv", "oracle") for b in breaches(copy, room)] == []
 
 
 # In fresh processes.
@@ -206,7 +261,10 @@ def test_an_import_of_weight_is_found(copy: Path) -> None:
 
 
 def test_importing_mlxkv_changes_nothing_in_the_process() -> None:
-    code = "import os; before = dict(os.environ); import mlxkv; assert dict(os.environ) == before, 'environment'"
+    code = (
+        "import os; before = dict(os.environ); import mlxkv; "
+        "assert dict(os.environ) == before, 'environment'"
+    )
     maps = (
         "; print(sum('blas' in line or 'blis' in line for line in open('/proc/self/maps')))"
         if sys.platform == "linux"
@@ -245,18 +303,20 @@ def test_judging_and_reporting_load_no_mlx(package: str) -> None:
 
 
 def test_what_both_halves_share_loads_neither_torch_nor_mlx() -> None:
-    loaded = loaded_by(ROOT, *SHARED)
+    names = [n for n in modules(ROOT, "oracle") if within(n, SHARED)]
 
-    assert set(SHARED) <= loaded
+    loaded = loaded_by(ROOT, *names)
+
+    assert set(names) <= loaded
     assert loaded & {"torch", "transformers", "mlx", "mlx.core", "mlxkv"} == set()
 
 
 def test_a_shared_module_that_loads_torch_by_way_of_another_is_found(copy: Path) -> None:
-    with (copy / "oracle/safetensors_file.py").open("a") as file:
+    with (copy / "oracle/model/safetensors.py").open("a") as file:
         file.write("\nimport oracle.spy\n")
     (copy / "oracle/spy.py").write_text("import torch\n")
 
-    assert "torch" in loaded_by(copy, *SHARED)
+    assert "torch" in loaded_by(copy, "oracle.model.checkpoint")
 
 
 def test_no_module_of_the_oracle_loads_mlx() -> None:
@@ -267,7 +327,7 @@ def test_no_module_of_the_oracle_loads_mlx() -> None:
 
 
 def test_a_module_of_the_oracle_that_loads_mlx_is_found(copy: Path) -> None:
-    with (copy / "oracle/wheel.py").open("a") as file:
+    with (copy / "oracle/model/default.py").open("a") as file:
         file.write("\nimport mlx.core\n")
 
     assert "mlx.core" in loaded_by(copy, "oracle.model.default")
@@ -331,7 +391,12 @@ def tests(tmp_path: Path) -> Path:
 
 
 def write_half(root: Path, half: str, body: str) -> None:
-    text = f"import os, sys, types\n\ndef test_{half}(room):\n    print('RAN {half}', os.getpid(), room, room.is_dir())\n    {body}\n"
+    text = (
+        "import os, sys, types\n\n"
+        f"def test_{half}(room):\n"
+        f"    print('RAN {half}', os.getpid(), room, room.is_dir())\n"
+        f"    {body}\n"
+    )
     (root / "tests" / half / f"test_{half}.py").write_text(text)
 
 

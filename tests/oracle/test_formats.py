@@ -178,7 +178,7 @@ def test_floors_without_a_pool_are_refused(tmp_path: Path) -> None:
         ({"distinct": 1.5}, "distinct is 1.5, expected int"),
         ({"kind": []}, "object contains unknown field kind"),
     ]:
-        with tensors.Writer(tmp_path / "f.safetensors", {}) as out:
+        with tensors.writer(tmp_path / "f.safetensors", {}) as out:
             out.finish(pool.to_json() | change)
         assert says in refusal(run_folder.read_floors, tmp_path / "f.safetensors")
 

@@ -1,4 +1,4 @@
-"""`python -m oracle`: one line and exit code 2 for whatever cannot be done, quick help, nothing half-written."""
+"""`python -m oracle`: one line and exit code 2 for what cannot be done, nothing half-written."""
 
 import json
 import os
@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 
+import command
 import models
 import pytest
 
-from oracle import cli
 from oracle.formats import run_folder, trace
 
 PYTHON = [sys.executable, "-m", "oracle"]
@@ -21,21 +21,13 @@ def model(tmp_path_factory):
     return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "mqa"))
 
 
-@pytest.fixture
-def oracle(capsys, monkeypatch):
-    """Runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["oracle", *map(str, arguments)])
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return caught.value.code or 0, *capsys.readouterr()
-
-    return call
+def oracle(*arguments):
+    """The command line in this process: (exit code, stdout, stderr)."""
+    done = command.oracle(*arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_a_run_says_what_it_takes_and_prints_the_folder(oracle, model, tmp_path):
+def test_a_run_says_what_it_takes_and_prints_the_folder(model, tmp_path):
     out = tmp_path / "out"
     code, stdout, stderr = oracle(
         "run",
@@ -63,12 +55,12 @@ def test_a_run_says_what_it_takes_and_prints_the_folder(oracle, model, tmp_path)
     assert stdout.splitlines()[-2].endswith(
         "to the machine with MLX and run there: mlxkv compare MODEL --oracle out"
     )
-    for command in ("show", "check"):
-        code, stdout, _ = oracle(command, out, "--json")
+    for name in ("show", "check"):
+        code, stdout, _ = oracle(name, out, "--json")
         assert (code, json.loads(stdout)["inputs"]) == (0, run_folder.read_manifest(out).inputs)
 
 
-def test_follow_writes_a_trace_of_each_plan_right_or_not(oracle, model, tmp_path):
+def test_follow_writes_a_trace_of_each_plan_right_or_not(model, tmp_path):
     steps = [{"do": "new", "cache": "a"}, {"do": "call", "cache": "a", "tokens": [5, 6]}]
     for name, more in (
         ("well", []),
@@ -144,7 +136,7 @@ def test_follow_writes_a_trace_of_each_plan_right_or_not(oracle, model, tmp_path
         (["frobnicate"], "No such command"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(oracle, model, tmp_path, arguments, named):
+def test_bad_input_is_one_line_and_exit_code_2(model, tmp_path, arguments, named):
     code, stdout, stderr = oracle(*(a.format(tmp=tmp_path, model=model) for a in arguments))
     assert (code, stdout) == (2, "")
     *notes, line = stderr.splitlines()
@@ -154,7 +146,7 @@ def test_bad_input_is_one_line_and_exit_code_2(oracle, model, tmp_path, argument
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_architecture_that_transformers_does_not_know_is_refused(oracle, tmp_path):
+def test_an_architecture_that_transformers_does_not_know_is_refused(tmp_path):
     model = models.make(tmp_path / "m", "mha", model_type="not-there", architectures=None)
     code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
     assert (code, [line for line in stderr.splitlines() if line.startswith("oracle: ")]) == (
@@ -165,9 +157,7 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(oracle, tmp_
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_missing_package_is_named_with_what_installs_it(
-    oracle, model, tmp_path, monkeypatch, package
-):
+def test_a_missing_package_is_named_with_what_installs_it(model, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
     assert (code, stderr) == (
@@ -176,7 +166,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
     )
 
 
-def test_a_prompt_file_is_taken_as_it_is(oracle, model, tmp_path):
+def test_a_prompt_file_is_taken_as_it_is(model, tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xff")
     code, _, stderr = oracle(
         "run", model, "--prompt-file", tmp_path / "p.txt", "--out", tmp_path / "x"
@@ -187,12 +177,16 @@ def test_a_prompt_file_is_taken_as_it_is(oracle, model, tmp_path):
 
 def test_help_is_quick_and_imports_nothing_heavy():
     heavy = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "rich", "mlx", "mlxkv")
-    code = "import sys; sys.argv = ['oracle', '--help']\nfrom oracle.cli import main\ntry: main()\nfinally: print([n for n in "
-    code += f"{heavy} if n in sys.modules], file=sys.stderr)"
+    code = (
+        "import sys; sys.argv = ['oracle', '--help']\n"
+        "from oracle.cli import main\n"
+        "try: main()\n"
+        f"finally: print([n for n in {heavy} if n in sys.modules], file=sys.stderr)"
+    )
     begun = time.perf_counter()
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (made.returncode, made.stderr) == (0, "[]\n")
-    assert all(command in made.stdout for command in ("run", "check", "show"))
+    assert all(name in made.stdout for name in ("run", "check", "show"))
     assert time.perf_counter() - begun < 5  # 0.2 s on an idle machine; not a measurement
 
 
@@ -200,7 +194,11 @@ def test_everything_works_where_mlx_cannot_be_imported_and_an_interrupt_leaves_n
     model, tmp_path
 ):
     out = tmp_path / "out"
-    code = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx_lm', 'mlxkv')))\nfrom oracle.cli import main\nmain()"
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx_lm', 'mlxkv')))\n"
+        "from oracle.cli import main\n"
+        "main()"
+    )
     arguments = ["run", model, "--tokens", "1,2,3", "--threads", "1", "--out", str(out)]
     first = subprocess.Popen(
         [sys.executable, "-c", code, *arguments, "--steps", "100"],
@@ -220,3 +218,19 @@ def test_everything_works_where_mlx_cannot_be_imported_and_an_interrupt_leaves_n
     )
     assert (made.returncode, made.stdout) == (0, f"{out}\n"), made.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_warm_oracle_of_the_tests_computes_what_a_cold_one_does(model, tmp_path, torch_python):
+    def files(*python):
+        arguments = ["run", model, "--tokens", "5,6,7,8,9", "--steps", "12", "--keep-pool"]
+        done = subprocess.run(
+            [*python, "-m", "oracle", *arguments, "--out", tmp_path / "out", "--force"],
+            capture_output=True,
+        )
+        manifest = run_folder.read_manifest(tmp_path / "out")
+        return done.returncode, done.stdout, done.stderr, manifest
+
+    cold, warm = files(sys.executable), files(*torch_python())
+    assert cold[0] == 0
+    assert cold[3].environment["threads"] == os.cpu_count()
+    assert warm == cold

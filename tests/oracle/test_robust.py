@@ -1,4 +1,4 @@
-"""Odd files, places and networks: one line and exit code 2, at once, and no file of a checkpoint that runs code is opened."""
+"""Odd files, places and networks: one line and exit code 2; no file that runs code is opened."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 import torch
+from command import Done, oracle
+from command import refused as refused_at_once
 from folders import INDEX, SHARDS, folder_of
 from folders import refused as refused_model
 
 from oracle import folder
-from oracle.formats import disk, plan, run_folder, trace
-from oracle.formats import exits as process
+from oracle.formats import disk, exits, plan, run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import New, Plan
 from oracle.model import checkpoint
@@ -45,16 +48,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make(tmp_path_factory.mktemp("models") / "tiny", "mqa")
 
 
-def oracle(
+def process(
     *arguments: object, env: dict[str, str] | None = None, limit: int | None = None
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
+    """A process of its own, all of whose files may have `limit` bytes at most."""
+
     def set_limit() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    command = [*PYTHON, *map(str, arguments)]
     return subprocess.run(
-        command,
+        [*PYTHON, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -63,14 +67,7 @@ def oracle(
     )
 
 
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    *notes, line = done.stderr.splitlines()
-    assert all("about" in note for note in notes), done.stderr
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
+refused = partial(refused_at_once, notes="about")
 
 
 def refusal(call: object, *arguments: object) -> str:
@@ -194,7 +191,9 @@ def test_paths_may_hold_spaces_and_other_alphabets_and_lines(model: Path, tmp_pa
     refused(oracle("show", tmp_path / f"no {name}"), "cannot be read")
 
 
-def test_a_path_that_is_no_text_is_refused_or_shown(model: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_no_text_is_refused_or_shown(
+    model: Path, tmp_path: Path, torch_python: Callable[..., list[str]]
+) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     shutil.copytree(model, odd)
     refused(
@@ -202,9 +201,9 @@ def test_a_path_that_is_no_text_is_refused_or_shown(model: Path, tmp_path: Path)
         "not text",
         "expected a path in UTF-8",
     )
-    done = oracle(
-        "run", model, "--tokens", "1,2", "--steps", "1", "--threads", "1", "--out", odd + "out"
-    )
+    small = ["run", str(model), "--tokens", "1,2", "--steps", "1", "--threads", "1"]
+    command = torch_python("-m", "oracle", *small, "--out", odd + "out")
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/\\udcffout\n"), done.stderr
 
 
@@ -229,11 +228,47 @@ def test_threads_are_bounded_with_a_reason(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    done = oracle(
+    done = process(
         "run", model, "--tokens", "1,2,3", "--threads", "1", "--out", tmp_path / "out", limit=20_000
     )
     refused(done, "cannot be written (File too large)", "free some space")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["plan", "step"])
+def test_a_plan_with_a_key_that_nobody_reads_is_refused(where: str) -> None:
+    value = Plan("p", (New("a"),)).to_json()
+    assert plan.from_json(value).steps == (New("a"),)
+    (value if where == "plan" else value["steps"][0])["index_poss"] = 3
+    assert "index_poss" in refusal(plan.from_json, value)
+
+
+def test_tensors_of_a_trace_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    meta = trace.Meta(Plan("p", (New("a"), plan.Call("a", (1,), 0))), "x", "1", "float32")
+    logits, place = np.zeros((1, 3), np.float32), np.zeros(1, np.int32)
+    trace.write(path, meta, {"logits": logits, "positions": place, "steps": place})
+    assert trace.read(path).logits.shape == (1, 3)
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    for name, offsets in (("logits", [0, 12]), ("positions", [8, 12]), ("steps", [12, 16])):
+        header[name]["data_offsets"] = offsets
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[begin : begin + 16])
+    assert "positions" in refusal(trace.read, path)
+
+
+def test_a_pool_that_overflows_its_dtype_is_refused(tmp_path: Path) -> None:
+    config = models.config_of("mha")
+    tensors = models.tensors_of(config)
+    tensors["model.norm.weight"] *= 3e4
+    place = models.write(tmp_path / "m", config, tensors)
+    asked = ("run", place, "--tokens", "1,2,3", "--steps", "2", "--threads", "1")
+    assert oracle(*asked, "--out", tmp_path / "wide").returncode == 0
+    done = oracle(*asked, "--dtype", "float16", "--out", tmp_path / "out")
+    refused(done, "logits is not finite at position", "another --dtype")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "nul\0", "x" * 101, "..", "/etc/x", "\ud800"])
@@ -337,17 +372,17 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def hub(tmp_path: Path, endpoint: str, **more: str) -> dict[str, str]:
+def hub(tmp_path: Path, endpoint: str) -> dict[str, str]:
     return {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(tmp_path / "hub"),
         "NO_PROXY": "127.0.0.1",
-    } | more
+    }
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path, silent: str) -> None:
     begun = time.monotonic()
-    done = oracle(
+    done = process(
         "run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=hub(tmp_path, silent)
     )
     refused(
@@ -365,23 +400,10 @@ def test_a_hub_that_is_not_there_and_no_hub_at_all(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        refused(
-            oracle(
-                "run",
-                "org/name",
-                "--tokens",
-                "1",
-                "--out",
-                tmp_path / "out",
-                env=hub(tmp_path, endpoint),
-            ),
-            "check the spelling and the network",
-        )
-        offline = hub(tmp_path, endpoint, HF_HUB_OFFLINE="1")
-        refused(
-            oracle("run", "org/name", "--tokens", "1", "--out", tmp_path / "out", env=offline),
-            "HF_HUB_OFFLINE is set",
-        )
+        asked = ("run", "org/name", "--tokens", "1", "--out", tmp_path / "out")
+        gone = hub(tmp_path, endpoint)
+        refused(process(*asked, env=gone), "check the spelling and the network")
+        refused(process(*asked, env=gone | {"HF_HUB_OFFLINE": "1"}), "HF_HUB_OFFLINE is set")
 
 
 # Processes.
@@ -456,7 +478,7 @@ def test_a_process_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     done = subprocess.run(
-        command, env=os.environ | {process.PARENT: str(gone.pid)}, capture_output=True, timeout=60
+        command, env=os.environ | {exits.PARENT: str(gone.pid)}, capture_output=True, timeout=60
     )
     assert done.returncode == 143
     assert b"Traceback" not in done.stderr
@@ -465,7 +487,7 @@ def test_a_process_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0.3, 0.6, 1.2])
 def test_an_interrupt_of_the_imports_is_silent(model: Path, tmp_path: Path, after: float) -> None:
-    # Python itself takes up to a tenth of a second before our first line, and answers with a traceback of its own.
+    # Before our first line, up to a tenth of a second, Python answers with its own traceback.
     command = [
         *PYTHON,
         "run",
@@ -487,8 +509,11 @@ def test_an_interrupt_of_the_imports_is_silent(model: Path, tmp_path: Path, afte
 
 
 def test_a_second_run_waits_for_the_lock_and_says_so(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from oracle.formats import disk\n"
-    code += "with disk.alone(Path(sys.argv[1]), waiting=lambda: None): print('held', flush=True); time.sleep(1)"
+    code = (
+        "import sys, time; from pathlib import Path; from oracle.formats import disk\n"
+        "with disk.alone(Path(sys.argv[1]), waiting=lambda: None):\n"
+        "    print('held', flush=True); time.sleep(1)"
+    )
     lock, said = tmp_path / "lock", []
     with subprocess.Popen(
         [sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True

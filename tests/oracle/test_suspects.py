@@ -1,9 +1,8 @@
 """The usual suspects: which there are for a config, and that each is the truth of a model with that very mistake."""
 
 import json
-import subprocess
-import sys
 
+import command
 import models
 import numpy as np
 import pytest
@@ -239,12 +238,9 @@ def test_a_mistake_that_makes_infinities_is_left_out(tmp_path):
 
 def test_the_command_prints_the_folder_and_takes_the_model_from_the_run_folder(made, tmp_path):
     model, run, out = made
-    command = [sys.executable, "-m", "oracle", "suspects", str(run), "--out"]
-    for where, arguments in ((tmp_path / "a", []), (tmp_path / "b", [str(model)])):
-        done = subprocess.run([*command, str(where), *arguments], capture_output=True, text=True)
+    for where, arguments in ((tmp_path / "a", []), (tmp_path / "b", [model])):
+        done = command.oracle("suspects", run, "--out", where, *arguments)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{where}\n", "")
         assert (where / "suspects.json").read_text() == (out / "suspects.json").read_text()
-    done = subprocess.run(
-        [*command, str(tmp_path / "c"), str(tmp_path)], capture_output=True, text=True
-    )
+    done = command.oracle("suspects", run, "--out", tmp_path / "c", tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,104 @@
+"""A command line run in this process, with what it and its child processes print.
+
+Stands in tests where a process of its own would show nothing more: it takes 0.3 s less, and an
+oracle that it starts is the warm one. Signals, a full disk, a missing package and the walls need
+true processes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(
+    program: str,
+    invoke: Callable[[Sequence[str]], int],
+    arguments: Sequence[object],
+    *,
+    env: Mapping[str, str] | None = None,
+) -> Done:
+    """As `subprocess.run` of the program: its exit code, stdout and stderr; `env` is added."""
+    words = [os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with _environment(env or {}), _argv([program, *words]), _into(1, out), _into(2, err):
+            code = invoke(words)
+        return subprocess.CompletedProcess([program, *words], code, _text(out), _text(err))
+
+
+def mlxkv(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
+    """`mlxkv ARGUMENTS` in this process."""
+    from mlxkv import cli
+
+    return run("mlxkv", cli.invoke, arguments, env=env)
+
+
+def oracle(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
+    """`mlxkv-oracle ARGUMENTS` in this process: only where torch may be loaded."""
+    from oracle import cli
+
+    return run("mlxkv-oracle", cli.invoke, arguments, env=env)
+
+
+def refused(done: Done, *words: str, notes: str | None = None) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that holds all the words.
+
+    With `notes` other lines may stand before it, each of which holds that text.
+    """
+    assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
+    *before, line = done.stderr.splitlines()
+    assert line.startswith("error: "), done.stderr
+    assert all(notes is not None and notes in note for note in before), done.stderr
+    for word in words:
+        assert word in line, line
+
+
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _argv(words: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _into(number: int, file: io.IOBase) -> Iterator[None]:
+    """What is written to the stream of that number goes to the file, from child processes too."""
+    (sys.stdout if number == 1 else sys.stderr).flush()
+    kept = os.dup(number)
+    os.dup2(file.fileno(), number)
+    redirected = redirect_stdout if number == 1 else redirect_stderr
+    try:
+        with (
+            open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stream,
+            redirected(stream),
+        ):
+            yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+
+
+def _text(file: io.IOBase) -> str:
+    file.seek(0)
+    return file.read().decode()  # type: ignore[no-any-return]
