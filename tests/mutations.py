@@ -79,6 +79,7 @@ MUTATIONS = (
         "unknown = sorted(set())",
         "tests/oracle/test_robust.py",
         "oracle/plan.py",
+        was_tests="tests/oracle",
     ),
     M(
         "JSON may name a key twice",
@@ -106,6 +107,7 @@ MUTATIONS = (
         "oracle/trace.py",
         was_find="if start != end or",
         was_put="if",
+        was_tests="tests/oracle",
     ),
     M(
         "a refusal ends with 1, which means that engines differ",
@@ -124,6 +126,7 @@ MUTATIONS = (
         "[dtype, threads]",
         "tests/oracle/test_folder.py",
         "oracle/trace.py",
+        was_tests="tests/oracle",
     ),
     # oracle/model
     M(
@@ -241,6 +244,7 @@ MUTATIONS = (
         "pass",
         "tests/oracle/test_folder.py tests/oracle/test_truth.py tests/oracle/test_reference.py",
         "oracle/answer.py",
+        was_tests="tests/oracle",
     ),
     M(
         "a run folder is replaced without --force",
@@ -364,7 +368,7 @@ MUTATIONS = (
         "SIGMA = 80.0",
         "tests/mlxkv/test_limits.py",
         "mlxkv/judge/verdict.py",
-        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_behaviour.py",
+        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_selftest.py",
     ),
     M(
         "NaN passes a gate",
@@ -462,7 +466,7 @@ MUTATIONS = (
         "mlxkv/judge/case.py",
         "if name in found:",
         "if False:",
-        "tests/mlxkv/test_cli.py",
+        "tests/mlxkv/test_delta.py",
         "mlxkv/judge/case.py",
     ),
     # mlxkv
@@ -517,7 +521,7 @@ MUTATIONS = (
         "mlxkv/judge/case.py",
         "pair is None or pair[0].shape",
         "pair is None and pair[0].shape",
-        "tests/mlxkv/test_verdict.py",
+        "tests/mlxkv/test_fuzz.py",
         "mlxkv/judge/case.py",
         drawn=True,
     ),

@@ -261,14 +261,6 @@ def test_a_third_engine_stands_beside_the_port_and_the_oracle(
     ]
 
 
-def test_two_candidates_of_one_plan_are_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
-    one, two = answer / "reference-step.safetensors", tmp_path / "two.safetensors"
-    shutil.copy(one, two)
-    both = ("--candidate", one, "--candidate", two)
-    done = mlxkv("compare", tiny, "--oracle", answer, *both, "--out", tmp_path / "out")
-    refused(done, "two.safetensors: a second trace of plan 'step' beside", "give one of them")
-
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny" / "gqa"
 
 
