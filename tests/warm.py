@@ -77,12 +77,11 @@ def client(room: str, arguments: list[str]) -> None:
 def connect(room: str) -> socket.socket:
     """A connection to the server, which is made if there is none."""
     connection = socket.socket(socket.AF_UNIX)
-    address = _address(room)
     try:
-        connection.connect(address)
+        connection.connect(_address(room))
     except OSError:
         start(room)
-        connection.connect(address)
+        connection.connect(_address(room))
     return connection
 
 
@@ -111,6 +110,7 @@ def start(room: str) -> None:
     import fcntl
     import subprocess
 
+    os.makedirs(room, exist_ok=True)
     with open(os.path.join(room, "warm.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         probe = socket.socket(socket.AF_UNIX)

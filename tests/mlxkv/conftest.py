@@ -9,6 +9,7 @@ from typing import Any
 
 import models
 import pytest
+from command import torch_python
 
 from mlxkv.engines import machine, process
 
@@ -48,7 +49,7 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_oracle(torch_python: Callable[..., list[str]]) -> Iterator[None]:
+def _warm_oracle() -> Iterator[None]:
     """What mlxkv starts as `python -m oracle` from this process is the warm one."""
     real = process.Process.__init__
 
@@ -64,9 +65,7 @@ def _warm_oracle(torch_python: Callable[..., list[str]]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def oracle_of(
-    folder_of: Callable[[str], Path],
-    torch_python: Callable[..., list[str]],
-    tmp_path_factory: pytest.TempPathFactory,
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """The oracle's run folder of a tiny model over models.SEQUENCE. Not to be written to."""
     made = tmp_path_factory.mktemp("oracle")
@@ -99,7 +98,7 @@ def default_checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def default_oracle(room: Path, torch_python: Callable[..., list[str]]) -> Path:
+def default_oracle(room: Path) -> Path:
     """The oracle's answer to the page's prompt, made by whichever half of the tests is first."""
     folder = room / "default-oracle"
     with alone(room / "default-oracle.lock", waiting=lambda: None):
