@@ -131,11 +131,12 @@ MUTATIONS = (
     # oracle/model
     M(
         "a fingerprint leaves out the shapes",
-        "oracle/model/safetensors.py",
-        "list(found[name].shape), digests",
+        "oracle/model/fingerprint.py",
+        "list(t.shape), digests",
         "digests",
         "tests/oracle/test_checkpoint.py tests/oracle/test_default_model.py",
         "oracle/safetensors_file.py",
+        was_find="list(found[name].shape), digests",
     ),
     M(
         "a tensor may lie in another shard than the index says",
@@ -147,8 +148,8 @@ MUTATIONS = (
     ),
     M(
         "a remembered hash serves a file that was changed since",
-        "oracle/model/safetensors.py",
-        "value == stamp\n            and set(found)",
+        "oracle/model/fingerprint.py",
+        "value == stamp and set(found)",
         "set(found)",
         "tests/oracle/test_checkpoint.py",
         "oracle/safetensors_file.py",
@@ -156,11 +157,12 @@ MUTATIONS = (
     ),
     M(
         "weights of an unknown quantisation are read bare",
-        "oracle/model/checkpoint.py",
-        "_QUANTISED_TENSORS.fullmatch(name) and",
+        "oracle/model/packing.py",
+        "_OTHER_TENSORS.fullmatch(name) and",
         "False and",
         "tests/oracle/test_checkpoint.py tests/oracle/test_packed.py",
         "oracle/checkpoint.py",
+        was_find="_QUANTISED_TENSORS.fullmatch(name) and",
     ),
     M(
         "rows of q and k of a GGUF stay in pairs order",
@@ -181,7 +183,7 @@ MUTATIONS = (
     ),
     M(
         "the truth is computed from unrounded weights",
-        "oracle/truth/llama.py",
+        "oracle/truth/weights.py",
         ".to(DTYPES[self.dtype]).to(torch.float64)",
         ".to(torch.float64)",
         "tests/oracle/test_truth.py tests/oracle/test_folder.py",
@@ -190,10 +192,12 @@ MUTATIONS = (
     M(
         "YaRN's upper bound is that of pairs",
         "oracle/truth/llama.py",
-        "config.head_dim - 1)",
-        "config.head_dim // 2 - 1)",
+        "min(last, D - 1)",
+        "min(last, D // 2 - 1)",
         "tests/oracle/test_rope.py",
         "oracle/truth.py",
+        was_find="config.head_dim - 1)",
+        was_put="config.head_dim // 2 - 1)",
     ),
     M(
         "an unknown key of config.json is accepted",
@@ -215,10 +219,12 @@ MUTATIONS = (
     M(
         "a cloned cache of transformers shares its rows",
         "oracle/pool/reference.py",
-        "copy.deepcopy(self._caches[step.source])",
-        "self._caches[step.source]",
+        "copy.deepcopy(caches[source])",
+        "caches[source]",
         "tests/oracle/test_reference.py",
         "oracle/reference.py",
+        was_find="copy.deepcopy(self._caches[step.source])",
+        was_put="self._caches[step.source]",
     ),
     M(
         "one run of transformers is taken for a noise",
@@ -240,10 +246,11 @@ MUTATIONS = (
     M(
         "a run that is not finite becomes part of the pool",
         "oracle/answer.py",
-        "floors.require_finite(made)",
+        "errors.require_finite(made)",
         "pass",
         "tests/oracle/test_folder.py tests/oracle/test_truth.py tests/oracle/test_reference.py",
         "oracle/answer.py",
+        was_find="floors.require_finite(made)",
         was_tests="tests/oracle",
     ),
     M(
@@ -564,10 +571,12 @@ MUTATIONS = (
     M(
         "a run folder's plans must not be those of its manifest",
         "oracle/folder.py",
-        "if plan.digest != manifest.plans[name]:",
-        "if plan.digest == manifest.plans[name]:",
+        "if found[name].digest != digest:",
+        "if found[name].digest == digest:",
         "tests/oracle/test_folder.py",
         "oracle/folder.py",
+        was_find="if plan.digest != manifest.plans[name]:",
+        was_put="if plan.digest == manifest.plans[name]:",
         drawn=True,
     ),
     M(

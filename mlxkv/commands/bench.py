@@ -20,6 +20,7 @@ from typing import Any
 
 from mlxkv.engines.progress import bar
 from mlxkv.report.text import columns
+from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.model.checkpoint import require_llama, resolve
 
@@ -100,7 +101,7 @@ def _speed(what: str, port: list[float], other: list[float]) -> Speed:
 @contextmanager
 def _worker(*given: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlxkv.commands.bench", *given],
+        child.command("mlxkv.commands.bench", *given),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -146,17 +147,8 @@ def compare_takes(arguments: list[str]) -> list[Take]:
     for what, more in (("first", ["--fresh"]), ("second", [])):
         with tempfile.TemporaryDirectory() as out:
             begun = time.perf_counter()
-            command = [
-                sys.executable,
-                "-m",
-                "mlxkv",
-                "compare",
-                *arguments,
-                "--json",
-                "--out",
-                out,
-                *more,
-            ]
+            given = ["compare", *arguments, "--json", "--out", out, *more]
+            command = child.command("mlxkv", *given)
             ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
             seconds = time.perf_counter() - begun
         if ended.returncode == 2:

@@ -44,7 +44,7 @@ def _json(verdict: Verdict, manifest: Manifest, first: trace.Trace) -> str:
         "prompt": manifest.prompt,
         "environment": {
             first.meta.engine: plain(first.meta.environment),
-            "oracle": plain(manifest.environment),
+            "oracle": plain(manifest.surroundings),
         },
     }
     return pretty(value)

@@ -10,7 +10,8 @@ from typing import Any
 
 from mlxkv.engines import machine as runtime
 from oracle.formats.errors import Refusal
-from oracle.model.checkpoint import Checkpoint, cache_dir, require_llama, resolve
+from oracle.model.cache_folder import cache_dir
+from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 
 def generate(

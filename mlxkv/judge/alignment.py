@@ -12,7 +12,7 @@ from itertools import combinations
 
 from mlxkv.judge import delta
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Step
+from oracle.formats.plan import Feed
 from oracle.formats.trace import Trace
 
 _Ids = tuple[int, ...]
@@ -79,54 +79,35 @@ def _sequence(trace: Trace) -> _Ids:
         raise Refusal(
             f"{trace.label}: more than one row for position {min(twice)}, expected one; keep the plan's last call that gives it"
         )
+    plan, outcomes = trace.meta.plan, trace.meta.outcomes
+    failed = {i for i, outcome in enumerate(outcomes) if outcome.error is not None}
     longest: _Ids = ()
-    for ids in _fed(trace):
+    for call in plan.calls(without=failed):
+        if call.start != call.held:
+            raise Refusal(
+                f"{trace.label}: step {call.index} is at index_pos {call.start}, expected {call.held}, "
+                "the tokens cached; it has no place"
+            )
+        # Every cache so far holds a beginning of the one sequence.
+        ids = longest[: call.held] + call.step.tokens + _chosen(trace, call)
         short, long = sorted((longest, ids), key=len)
         if long[: len(short)] != short:
             raise Refusal(
-                f"{trace.label}: its plan {trace.meta.plan.name!r} feeds several sequences, expected one; compare a plan of one"
+                f"{trace.label}: its plan {plan.name!r} feeds several sequences, expected one; "
+                "compare a plan of one"
             )
         longest = long
     return longest
 
 
-def _fed(trace: Trace) -> list[_Ids]:
-    """What each call's cache held after it, tokens that a greedy step chose included."""
-    plan, held, found = trace.meta.plan, dict[str, _Ids](), []
-    for i, step in enumerate(plan.steps):
-        outcome = trace.meta.outcomes[i] if i < len(trace.meta.outcomes) else None
-        if outcome is not None and outcome.error is not None:
-            continue
-        if isinstance(step, Call | Greedy):
-            start = len(held[step.cache])
-            if step.index_pos not in (None, start):
-                raise Refusal(
-                    f"{trace.label}: step {i} is at index_pos {step.index_pos}, expected {start}, the tokens cached; it has no place"
-                )
-            chosen = tuple((outcome.tokens if outcome else None) or ())
-            found.append(
-                held[step.cache] + step.tokens + (chosen[:-1] if isinstance(step, Greedy) else ())
-            )
-            held[step.cache] = found[-1] if _keeps(plan, step.cache, i) else ()
-        else:
-            _change(held, step)
-    return found
-
-
-def _change(held: dict[str, _Ids], step: Step) -> None:
-    if isinstance(step, Clone):
-        held[step.target] = held[step.source]
-    elif isinstance(step, Crop):
-        held[step.cache] = held[step.cache][: step.length]
-    elif not isinstance(step, Call | Greedy):
-        held[step.cache] = ()
-
-
-def _keeps(plan: Plan, cache: str, index: int) -> bool:
-    """Whether the cache of this name stores anything at that step (a clone of one that does not, neither)."""
-    for step in reversed(plan.steps[:index]):
-        if isinstance(step, New) and step.cache == cache:
-            return step.use_kv_cache
-        if isinstance(step, Clone) and step.target == cache:
-            cache = step.source
-    return True
+def _chosen(trace: Trace, call: Feed) -> _Ids:
+    """The tokens that a greedy step chose and fed: all but its last."""
+    more = call.fed - len(call.step.tokens)
+    outcomes = trace.meta.outcomes[call.index : call.index + 1]
+    chosen = tuple(outcomes[0].tokens or ()) if outcomes else ()
+    if more and len(chosen) != more + 1:
+        raise Refusal(
+            f"{trace.label}: step {call.index} chose {len(chosen)} tokens, expected {more + 1}; "
+            "write the trace again"
+        )
+    return chosen[:more]

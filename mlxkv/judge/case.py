@@ -17,16 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, New, Plan
-from oracle.formats.run_folder import Manifest, read_manifest
-from oracle.formats.trace import Trace, read, read_arrays
+from oracle.formats.plan import Plan
+from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats.trace import Trace, read
 
 Array = npt.NDArray[Any]
 
 CACHE = "a"  # the name that judged plans give their one cache
 ORDER = ("full", "step", "prefixes", "chunked")  # of the judged plans
 DTYPES = ("float32", "float16", "bfloat16")
-FLOORS_FORMAT = "mlxkv-floors/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Case:
     manifest: Manifest
     truth: Trace
     references: Mapping[str, Trace]
-    floors_meta: Mapping[str, Any]
+    pool: Pool
     floors: Mapping[str, Array]
 
     @property
@@ -55,24 +54,12 @@ class Case:
     @property
     def held_out(self) -> str:
         """The pool member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.floors_meta['kinds'][-1]}-step"
-
-    @property
-    def distinct(self) -> int:
-        """How many of the pool's members are bitwise different, 0 where the folder does not say."""
-        found = self.floors_meta.get("distinct")
-        return found if isinstance(found, int) else 0
+        return f"{self.pool.kinds[-1]}-step"
 
     @property
     def rows(self) -> list[int]:
         """The positions that the page's tables show: from the prompt's last token on."""
         return list(range(self.manifest.prompt_tokens - 1, self.length))
-
-    @property
-    def packed(self) -> str:
-        """How the checkpoint packs its weights, in words; "" where they are plain floats."""
-        found = self.manifest.environment.get("packed")
-        return found if isinstance(found, str) else ""
 
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
@@ -87,9 +74,9 @@ def read_case(folder: Path) -> Case:
         for n in sorted(manifest.files)
         if n.startswith("reference-")
     ]
-    meta, floors = read_arrays(folder / "floors.safetensors")
+    pool, floors = read_floors(folder / FLOORS)
     references = {name: read(folder / f"reference-{name}.safetensors") for name in names}
-    return Case(manifest, read(folder / manifest.measure), references, meta, floors)
+    return Case(manifest, read(folder / manifest.measure), references, pool, floors)
 
 
 def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
@@ -197,14 +184,7 @@ def engine_reasons(traces: Sequence[Trace]) -> list[str]:
 
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token: what every engine can give a row for."""
-    ends, held = set(), 0
-    for step in plan.steps:
-        if isinstance(step, New):
-            held = 0
-        elif isinstance(step, Call):
-            held = (held if step.index_pos is None else step.index_pos) + len(step.tokens)
-            ends.add(held - 1)
-    return ends
+    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
 
 
 def layers(trace: Trace) -> int:
@@ -273,24 +253,13 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
     return reasons
 
 
-def _names(value: Any) -> list[str] | None:
-    """A list of names, each once; None where it is anything else."""
-    good = (
-        isinstance(value, list)
-        and all(isinstance(name, str) for name in value)
-        and len(set(value)) == len(value)
-    )
-    return list(value) if good else None
-
-
 def _floors_reasons(case: Case) -> list[str]:
-    meta, n, where = case.floors_meta, case.length, "floors.safetensors"
-    members, kinds = _names(meta.get("members")), _names(meta.get("kinds"))
-    if meta.get("format") != FLOORS_FORMAT or members is None or kinds is None:
-        return [
-            f"{where}: format is {meta.get('format')!r}, expected {FLOORS_FORMAT!r} with members and kinds; make the folder again"
-        ]
-    reasons = []
+    members, kinds, n, where = case.pool.members, case.pool.kinds, case.length, FLOORS
+    reasons = [
+        f"{where}: {', '.join(names)} names one twice, expected each once; make the folder again"
+        for names in (members, kinds)
+        if len(set(names)) < len(names)
+    ]
     if set(kinds) != {name.split("-")[0] for name in members}:
         reasons.append(
             f"{where}: kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; make the folder again"
@@ -298,11 +267,11 @@ def _floors_reasons(case: Case) -> list[str]:
     if not kinds or case.held_out not in members or len(members) < 2:
         wanted = case.held_out if kinds else "runs of transformers"
         reasons.append(
-            f"{where}: members are {', '.join(map(str, members)) or 'none'}, expected {wanted} and others"
+            f"{where}: members are {', '.join(members) or 'none'}, expected {wanted} and others"
         )
-    if not case.has_truth and case.distinct < 2:
+    if not case.has_truth and case.pool.distinct < 2:
         reasons.append(
-            f"{where}: {case.distinct} bitwise distinct members, expected 2 or more, as there is no truth to measure them by"
+            f"{where}: {case.pool.distinct} bitwise distinct members, expected 2 or more, as there is no truth to measure them by"
         )
     shapes = {
         "rms": (len(members), n),

@@ -35,8 +35,7 @@ class Floors:
 
 def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) -> Floors:
     """The floors of all members, or of all but `without`."""
-    members: list[str] = case.floors_meta["members"]
-    keep = [i for i, name in enumerate(members) if name != without]
+    keep = [i for i, name in enumerate(case.pool.members) if name != without]
     raw = {
         name: np.asarray(case.floors[name], np.float64)
         for name in ("rms", "peak", "shift", "cached")
@@ -56,7 +55,7 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
 def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> Floats:
     """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth; of all members but `without`."""
     least = ulp(largest, case.manifest.dtype)
-    keep = [i for i, name in enumerate(case.floors_meta["members"]) if name != without]
+    keep = [i for i, name in enumerate(case.pool.members) if name != without]
     raw = [
         np.asarray(case.floors[name], np.float64)[keep] * mean.widening(case)
         for name in ("keys", "values")

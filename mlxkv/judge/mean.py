@@ -30,13 +30,13 @@ PROOFS: Mapping[str, Mapping[str, float]] = {
 
 def widening(case: Case) -> float:
     """What a member's deviation from the measure is multiplied by for an error: 1 where the measure is the truth."""
-    n = case.distinct
+    n = case.pool.distinct
     return 1.0 if case.has_truth else math.sqrt(n / (n - 1))
 
 
 def held_out(run: Measures, case: Case) -> Measures:
     """A member measured against the mean of all, as it would be against the mean of the others; against the truth it is the same."""
-    n = case.distinct
+    n = case.pool.distinct
     k = 1.0 if case.has_truth else n / (n - 1)
     return replace(run, rms=run.rms * k, shift=run.shift * k, peak=run.peak * k)
 
@@ -45,12 +45,9 @@ def note(case: Case) -> list[str]:
     """That the truth is missing, in one line; none where it is not."""
     if case.has_truth:
         return []
-    pool = ", ".join(map(str, case.floors_meta["members"]))
-    left = case.manifest.environment.get("left_out")
+    pool, left = ", ".join(case.pool.members), case.manifest.left_out
     odd = (
-        [f"; left out, as it computes something else in float64: {', '.join(map(str, left))}"]
-        if isinstance(left, dict) and left
-        else []
+        [f"; left out, as it computes something else in float64: {', '.join(left)}"] if left else []
     )
     return [
         f"no truth for this architecture: the reference is the mean of transformers' own runs ({pool}), "

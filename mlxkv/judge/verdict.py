@@ -150,7 +150,7 @@ def judge(
             Curve(plan, tuple(m.positions.tolist()), tuple(m.rms.tolist()))
             for plan, m in found.measures.items()
         ),
-        distinct=case.distinct,
+        distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
 
@@ -327,7 +327,7 @@ def _unread(bench: Bench, step: Trace | None) -> tuple[str | None, list[str]]:
     """Why keys and values cannot be measured, and what of that leaves the verdict open."""
     truth = bench.case.truth
     if bench.cache_largest is None:
-        return str(truth.meta.environment.get("cache", "no keys in the oracle folder")), []
+        return truth.meta.no_cache or "no keys in the oracle folder", []
     if step is None or layers(step) == 0:
         return "no trace of plan step" if step is None else "no keys in trace", []
     odd = cache_reasons(step, truth)
@@ -348,7 +348,7 @@ def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
 
 
 def _kv_median(case: Case) -> float:
-    return KV_MEDIAN_PACKED if case.packed else KV_MEDIAN
+    return KV_MEDIAN_PACKED if case.manifest.packed else KV_MEDIAN
 
 
 def _controls(bench: Bench) -> list[Control]:
@@ -357,7 +357,7 @@ def _controls(bench: Bench) -> list[Control]:
     floors = logit_floors(case, bench.truth, without=name)
     measured = measure.measure(case.references["step"], case.truth)
     scaled = measure.measure(case.references["step"], case.truth, scale=CONTROL_SCALE[dtype])
-    index, at = case.floors_meta["members"].index(name), measured.positions
+    index, at = case.pool.members.index(name), measured.positions
     stored = [(measured.rms, "rms"), (measured.shift, "shift"), (measured.peak, "peak")]
     off = float(
         np.max(
@@ -456,9 +456,9 @@ def _notes(
     absent = [plan for plan in ORDER if plan in case.manifest.plans and plan not in inside]
     if absent and inside:
         notes.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
-    if case.packed and any(g.scope == "algebra" and g.ran for g in gates):
+    if case.manifest.packed and any(g.scope == "algebra" and g.ran for g in gates):
         notes.append(
-            f"algebra ran on the unpacked weights ({case.packed}); it does not cover quantized_matmul, which the other gates judge"
+            f"algebra ran on the unpacked weights ({case.manifest.packed}); it does not cover quantized_matmul, which the other gates judge"
         )
     fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
     if fed > PREFIXES_MOST and "prefixes" not in case.manifest.plans:
@@ -477,9 +477,9 @@ def _notes(
         t.meta.config_digest not in (None, case.manifest.config_digest) for t in inside.values()
     ):
         notes.append("config digest differs from the oracle's: the engine read another config.json")
-    if case.distinct < DISTINCT_LEAST:
+    if case.pool.distinct < DISTINCT_LEAST:
         notes.append(
-            f"the pool has {case.distinct} bitwise distinct members, usually {DISTINCT_LEAST} or more: its floor may read low"
+            f"the pool has {case.pool.distinct} bitwise distinct members, usually {DISTINCT_LEAST} or more: its floor may read low"
         )
     odd = {_device_class(t) for t in inside.values()} - CALIBRATED
     if odd:

@@ -133,7 +133,7 @@ def oracle_side(manifest: Manifest) -> Side:
     first = [("engine", what), ("device", "cpu"), ("dtype", manifest.dtype)]
     rows = [
         (k, v)
-        for k, v in environment_rows(manifest.environment)
+        for k, v in environment_rows(manifest.surroundings)
         if k not in ("device", "dtype", "engine")
     ]
     return Side("oracle", f"torch {version}" if version else "transformers", (*first, *rows))
@@ -418,7 +418,7 @@ def _proofs(manifest: Manifest) -> str:
 
 def _mean(manifest: Manifest) -> str:
     apart, double = (manifest.proofs.get(name) for name in ("members_apart", "mean_double"))
-    words = f"mean of {manifest.environment.get('pool_distinct', 'some')} runs of transformers"
+    words = f"mean of {manifest.pool_distinct} runs of transformers"
     first = f"each within {power(apart, digits=2)}" if apart is not None else "not measured"
     return f"no truth: {words}, {first}, float64 " + (
         f"within {power(double, digits=2)}" if double is not None else "not measured"

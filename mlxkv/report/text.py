@@ -11,7 +11,6 @@ from typing import Any
 from mlxkv.judge.result import Gate
 
 Row = Sequence[str]
-_UNSAID = ("generated",)  # stands under Tokens
 
 
 def pretty(value: Any) -> str:
@@ -127,9 +126,7 @@ def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[st
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Names and values of what a run depends on, as text."""
-    return tuple(
-        (name, _value(value)) for name, value in sorted(environment.items()) if name not in _UNSAID
-    )
+    return tuple((name, _value(value)) for name, value in sorted(environment.items()))
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,45 +1,78 @@
-"""What lies on disk: files that are whole or not there, their digests, folders and locks of one process.
+"""Files that are either whole or not there, their digests, and the folders and locks of a process.
 
-Locks are the system's (flock), which go with the process however it ends. Where a file system has none, nothing is swept.
+Locks are the system's (flock). They go with their process however it ends, and a folder can be
+locked itself, so that no lock file stays behind. If a file system has no locks, nothing is swept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
-from oracle.formats import strict as files
 from oracle.formats.errors import Refusal
+
+# A file written to again within a tick of the clock keeps its times; kernels tick every 10 ms.
+_TICK_NS = 50_000_000
+_HASHED: dict[tuple[int, ...], str] = {}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A regular file's bytes; OSError for anything else, since reading a pipe may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        yield file
+
+
+def read_bytes(path: Path) -> bytes:
+    """A regular file whole."""
+    with opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into the Refusal that `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 @contextmanager
 def part(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` under a temporary name, to be renamed to it; removed at the end where it was not."""
-    made = claim_part(path)
+    """An empty file beside `path` under a temporary name; removed at the end unless renamed."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        os.chmod(name, 0o644)
     try:
-        yield made
+        yield Path(name)
     finally:
-        made.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it if the block succeeds and removed if it does not."""
-    with part(path) as made:
-        try:
-            yield made
-            made.replace(path)
-        except OSError as error:
-            raise unwritable(path, error) from error
+    """A temporary path beside `path`: renamed to it if the block succeeds, else removed."""
+    with part(path) as made, writing(path):
+        yield made
+        made.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,37 +84,52 @@ def write_text(path: Path, text: str) -> None:
 
 def unwritable(path: Path, error: OSError) -> Refusal:
     """The one line for an output that could not be written."""
-    return Refusal(
-        f"{path}: cannot be written ({error.strerror or error}); choose another folder or free some space"
-    )
-
-
-def claim_part(path: Path) -> Path:
-    """An empty file beside `path`, under a temporary name."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        os.close(handle)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    os.chmod(name, 0o644)
-    return Path(name)
+    why = f"cannot be written ({error.strerror or error})"
+    return Refusal(why, where=path, remedy="choose another folder or free some space")
 
 
 def sha256(path: Path) -> str:
     """Of a file's bytes, read in pieces."""
     try:
-        with files.opened(path) as file:
+        with opened(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise Refusal(f"{path}: cannot be read ({error.strerror}); check the path") from error
+        why = f"cannot be read ({error.strerror})"
+        raise Refusal(why, where=path, remedy="check the path") from error
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written to or replaced: device, inode, size, times in ns."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def hash_once(path: Path) -> str:
+    """The sha256 of a file's bytes, not read again in this process while its stat is the same."""
+    try:
+        now, begun = _stamp(path), time.time_ns()
+        if now in _HASHED:
+            return _HASHED[now]
+        digest = sha256(path)
+        if settled(max(now[-2:]), begun) and _stamp(path) == now:
+            _HASHED[now] = digest
+        return digest
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise Refusal(why, where=path, remedy="check the path") from error
+
+
+def settled(mtime_ns: int, begun_ns: int) -> bool:
+    """Whether another write since reading began would show in the file's times."""
+    return begun_ns - mtime_ns > _TICK_NS
 
 
 @contextlib.contextmanager
 def own_folder(base: Path, *, prefix: str, suffix: str = "") -> Iterator[Path]:
-    """A new folder in `base`, removed at the end; and before, those of the same pattern that killed processes left.
+    """A new folder in `base`, removed at the end; folders that killed processes left go first.
 
-    OSError where none can be made.
+    Those are the folders of the same prefix and suffix that no process has locked. OSError where no
+    folder can be made.
     """
     for left in base.glob(f"{glob.escape(prefix)}????????{glob.escape(suffix)}"):
         _sweep(left)
@@ -93,7 +141,7 @@ def own_folder(base: Path, *, prefix: str, suffix: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def alone(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock file `path` meanwhile. Where another process does, `waiting` is called and this one waits for its end."""
+    """Holds the lock file `path`; if another process does, calls `waiting`, then waits for it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not _locked(handle):
@@ -106,7 +154,7 @@ def alone(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path | None:
-    """The folder, made and locked until the stack ends; None where a sweeper took it before it was locked."""
+    """The folder, made and locked until the stack ends; None if it was swept before the lock."""
     if folder.exists():
         return None
     # Before it is there: a signal that comes as soon as it is must find who removes it.

@@ -1,7 +1,8 @@
-"""How a process of ours ends: one ladder of exit codes for every command, and its end with its parent.
+"""How a process of ours ends: one ladder of exit codes for every command, and no longer life than
+its parent's.
 
-0 agree or done, 1 differ, 2 could not tell, 130 interrupted. A fault of ours shows its traceback and is 2 too: 1 means that
-the engines differ.
+0 agree or done, 1 differ, 2 could not tell, 130 interrupted. A fault of ours shows its traceback
+and is 2 too: 1 means that the engines differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PARENT = "MLXKV_PARENT"
 
 
 def code_of(work: Callable[[], object]) -> int:
-    """Does the work and gives the exit code of its end; what refuses is said in one line on stderr."""
+    """Does the work and gives its exit code; a refusal is printed as one line on stderr."""
     try:
         work()
         return 0
@@ -39,7 +40,7 @@ def code_of(work: Callable[[], object]) -> int:
     except Refusal as error:
         return _refused(str(error))
     except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; Python must not complain about it at exit.
+        # Whoever read our output has gone, as `head` does: Python must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except MemoryError:
@@ -82,14 +83,14 @@ def console(command: click.Command) -> None:
 
 
 def answer_signals() -> None:
-    """From here on what stops this process, kill among it, must let it remove what it has half written."""
+    """From here on a signal, kill's too, lets this process remove what it has half written."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Has this process terminated once the one named in MLXKV_PARENT is gone; nothing where none is named."""
+    """Ends this process once the one named in MLXKV_PARENT is gone; if none is, does nothing."""
     parent = os.environ.get(PARENT, "")
     if parent.isdecimal():
         threading.Thread(target=_watch, args=[int(parent)], daemon=True).start()

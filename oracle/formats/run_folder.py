@@ -1,30 +1,46 @@
-"""What a run folder says of itself: its manifest, and the digest of all that its results depend on."""
+"""What a run folder says of itself: its manifest, its floors, and the digest of what made them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
-from oracle.formats import strict as files
-from oracle.formats.disk import sha256, write_text
-from oracle.formats.errors import Refusal
-from oracle.formats.trace import _require_kinds, _sorted_json, _why
+import msgspec
+
+from oracle.formats import strict_json, tensors
+from oracle.formats.disk import hash_once, sha256, write_text
+from oracle.formats.errors import Refusal, brief
+from oracle.formats.plan import Whole
+from oracle.formats.tensors import Array
 
 TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
-"""What a run folder measures by: the strict float64 truth, or where none is written out the mean of transformers' runs."""
+"""What a run folder measures by: the strict float64 truth, or where none is written out the mean of
+transformers' runs."""
+FLOORS = "floors.safetensors"
+
+_FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/1", "mlxkv-floors/1"
+_FILE = re.compile(r"(plans/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_COPY = "copy or make the folder again"
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `manifest.json` of a run folder says: the inputs, the plans' digests, each file's sha256, the proofs.
+    """What `manifest.json` of a run folder holds.
 
-    `tokens` is the whole judged sequence, of which the first `prompt_tokens` are the prompt; `texts` is each token as
-    text. `inputs` digests all that the results depend on, so that they can be used again. `proofs` holds measured values.
+    `tokens` is the whole judged sequence, of which the first `prompt_tokens` are the prompt;
+    `texts` is each token as text (none without a tokenizer); `generated` are the greedy tokens, of
+    which the last is not judged. `plans` are the plans' digests, `files` each file's sha256.
+    `pool` names transformers' runs, of which `pool_distinct` differ bitwise; `left_out` are the
+    kinds of attention too far from the model's own in float64, and how far. `ignored_keys` were
+    taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
+    holds measured values. `inputs` is the digest of all that the results depend on.
+    `environment` is text to show.
     """
 
     source: str
@@ -35,12 +51,18 @@ class Manifest:
     config_digest: str
     dtype: str
     prompt: str | None
-    prompt_tokens: int
-    tokens: list[int]
+    prompt_tokens: Whole
+    tokens: list[Whole]
     texts: list[str]
-    plans: dict[str, str]
-    files: dict[str, str]
+    generated: list[Whole]
+    plans: dict[str, _Digest]
+    files: dict[str, _Digest]
     proofs: dict[str, float]
+    pool: list[str]
+    pool_distinct: int
+    left_out: dict[str, float]
+    ignored_keys: list[str]
+    packed: str
     environment: dict[str, Any]
     inputs: str
 
@@ -54,86 +76,78 @@ class Manifest:
         """The file that the folder measures by."""
         return TRUTH if self.has_truth else MEAN
 
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        """What a report's table of environments shows: the environment and the pool."""
+        names = ("pool", "pool_distinct", "left_out", "ignored_keys", "packed")
+        special = {name: getattr(self, name) for name in names}
+        return self.environment | {name: value for name, value in special.items() if value}
 
-_MANIFEST_FORMAT = "mlxkv-oracle/1"
-_FILE = re.compile(r"(plans/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
+
+    `distinct` of the members differ bitwise.
+    """
+
+    members: list[str]
+    kinds: list[str]
+    distinct: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The metadata of the file."""
+        return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished run folder, after every file named in it has been read and found unchanged."""
+    """The manifest of a finished run folder, once every file that it names is found unchanged."""
     path = folder / "manifest.json"
-    try:
-        value = files.decode(files.read_bytes(path))
-    except OSError as error:
-        raise Refusal(
-            f"{path}: cannot be read ({error.strerror}); make the folder with `mlxkv-oracle run --out {folder}`"
-        ) from error
-    except ValueError as error:
-        raise Refusal(f"{path}: not JSON ({_why(error)}); copy or make the folder again") from error
-    if (
-        not isinstance(value, dict)
-        or value.get("format") != _MANIFEST_FORMAT
-        or value.get("complete") is not True
-    ):
-        raise Refusal(
-            f"{path}: not a complete {_MANIFEST_FORMAT} manifest; copy or make the folder again"
-        )
-    given = {k: v for k, v in value.items() if k not in ("format", "complete")}
-    _require_kinds(given, get_type_hints(Manifest), str(path))
-    manifest = Manifest(**given)
-    _check_manifest(manifest, path)
+    remedy = f"make the folder anew with `mlxkv-oracle run --out {folder} --force`"
+    value = strict_json.read(path, remedy=remedy)
+    given = strict_json.of_format(value, _FORMAT, where=path, remedy=remedy)
+    if given.pop("complete", None) is not True:
+        raise Refusal("not a complete manifest", where=path, remedy=remedy)
+    manifest = strict_json.typed(given, Manifest, where=path, remedy=remedy)
+    _check(manifest, path)
     for name, expected in sorted(manifest.files.items()):
-        found = sha256(folder / name)
+        found = hash_once(folder / name)
         if found != expected:
-            raise Refusal(
-                f"{folder / name}: sha256 is {found[:16]}, expected {expected[:16]} as in {path.name}; copy or make the folder again"
-            )
+            what = f"sha256 is {found[:16]}, expected {expected[:16]} as in {path.name}"
+            raise Refusal(what, where=folder / name, remedy=_COPY)
     return manifest
-
-
-def _check_manifest(manifest: Manifest, path: Path) -> None:
-    """Refuses values of the right kinds that no run writes: names become paths, tokens are looked up."""
-    ids = [
-        *manifest.tokens,
-        *(
-            generated
-            if files.fits(generated := manifest.environment.get("generated", []), list[int])
-            else [-1]
-        ),
-    ]
-    odd = {
-        "files": [name for name in manifest.files if not _FILE.fullmatch(name)],
-        "plans": [name for name in manifest.plans if not _FILE.fullmatch(f"plans/{name}")],
-        "sha256": [
-            digest
-            for digest in (*manifest.files.values(), *manifest.plans.values())
-            if not _DIGEST.fullmatch(digest)
-        ],
-        "tokens": [id for id in ids if not 0 <= id < 2**31],
-        "prompt_tokens": []
-        if 1 <= manifest.prompt_tokens <= len(manifest.tokens)
-        else [manifest.prompt_tokens],
-        "texts": [] if len(manifest.texts) in (0, len(manifest.tokens)) else [len(manifest.texts)],
-    }
-    for key, values in odd.items():
-        if values:
-            raise Refusal(
-                f"{path}: {key} holds {files.shown(values[0])}, which no run writes; copy or make the folder again"
-            )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Written last: a folder without it is not finished."""
-    value = {"format": _MANIFEST_FORMAT, "complete": True} | asdict(manifest)
-    write_text(
-        folder / "manifest.json",
-        json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-    )
+    value = {"format": _FORMAT, "complete": True} | asdict(manifest)
+    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(folder / "manifest.json", text + "\n")
+
+
+def read_floors(path: Path) -> tuple[Pool, Mapping[str, Array]]:
+    """The pool and its measures, mapped: see `oracle.pool.errors`."""
+    value, arrays = tensors.read(path)
+    given = strict_json.of_format(value, _FLOORS_FORMAT, where=path, remedy=_COPY)
+    return strict_json.typed(given, Pool, where=path, remedy=_COPY), arrays
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    """Refuses values of the right types that no run writes: names become paths."""
+    given, texts = len(manifest.tokens), len(manifest.texts)
+    odd: dict[str, Sequence[object]] = {
+        "files": [name for name in manifest.files if not _FILE.fullmatch(name)],
+        "plans": [name for name in manifest.plans if not _FILE.fullmatch(f"plans/{name}")],
+        "prompt_tokens": () if 1 <= manifest.prompt_tokens <= given else (manifest.prompt_tokens,),
+        "texts": () if texts in (0, given) else (texts,),
+    }
+    for key, values in odd.items():
+        if values:
+            what = f"{key} holds {brief(values[0])}, which no run writes"
+            raise Refusal(what, where=path, remedy=_COPY)
 
 
 def suspects_digest(manifest: Manifest) -> str:
-    """Of everything that the usual suspects of a run folder depend on here, whatever made the folder."""
+    """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
     return inputs_digest(
         fingerprint=manifest.fingerprint,
         config_digest=manifest.config_digest,
@@ -158,9 +172,10 @@ def inputs_digest(
     threads: int,
     taps: Collection[str] = ("hidden",),
 ) -> str:
-    """One digest of all that an oracle's results depend on; torch and transformers are asked for their versions, not imported.
+    """One digest of all that an oracle's results depend on.
 
-    `tokens` are those given, before the `steps` greedy ones. A folder without a tap must not pass for one with it.
+    torch and transformers are asked for their versions, not imported. `tokens` are those given,
+    before the `steps` greedy ones. A folder without a tap must not pass for one with it.
     """
     from importlib import metadata
 
@@ -177,7 +192,7 @@ def inputs_digest(
         "versions": [version("torch"), version("transformers")],
         "sources": sources(),
     }
-    return hashlib.sha256(_sorted_json(inputs).encode()).hexdigest()
+    return hashlib.sha256(strict_json.encode(inputs).encode()).hexdigest()
 
 
 def sources() -> dict[str, str]:

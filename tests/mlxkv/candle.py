@@ -15,7 +15,7 @@ import numpy as np
 
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, New, Plan, from_json
+from oracle.formats.plan import Call, Plan, from_json
 from oracle.formats.trace import Meta, Outcome, Trace
 
 PLANS = {"cached": "step", "nocache": "prefixes", "chunked": "chunked"}
@@ -82,17 +82,10 @@ def _step(step: dict[str, Any]) -> dict[str, Any]:
 
 def _places(plan: Plan, outcomes: list[Outcome]) -> tuple[Any, Any]:
     """The place of each kept row in its cache's sequence, and its step."""
-    held: dict[str, int] = {}
-    positions, steps = [], []
-    for i, (step, outcome) in enumerate(zip(plan.steps, outcomes, strict=True)):
-        if isinstance(step, New):
-            held[step.cache] = 0
-        elif isinstance(step, Call) and outcome.error is None:
-            start = held[step.cache]
-            positions.append(start + len(step.tokens) - 1)
-            steps.append(i)
-            held[step.cache] += len(step.tokens) if plan.keeps(step.cache) else 0
-    return np.array(positions, np.int32), np.array(steps, np.int32)
+    failed = [i for i, outcome in enumerate(outcomes) if outcome.error is not None]
+    calls = [c for c in plan.calls(without=failed) if isinstance(c.step, Call)]
+    positions = [call.held + call.fed - 1 for call in calls]
+    return np.array(positions, np.int32), np.array([call.index for call in calls], np.int32)
 
 
 def _rows(path: Path, name: str) -> Any:

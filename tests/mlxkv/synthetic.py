@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mlxkv.judge.case import Case
 from oracle.formats.plan import Plan, judged_plans
-from oracle.formats.run_folder import Manifest
+from oracle.formats.run_folder import Manifest, Pool
 from oracle.formats.trace import Meta, Trace
 
 Array = npt.NDArray[Any]
@@ -98,16 +98,16 @@ def make_case(
         plans={name: plan.digest for name, plan in judged.items()},
         files={},
         proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-8},
+        generated=[],
+        pool=[],
+        pool_distinct=0,
+        left_out={},
+        ignored_keys=[],
+        packed="",
         environment={"os": "Linux", "torch": "2.13.0", "threads": 2},
         inputs="i" * 64,
     )
-    meta_floors = {
-        "format": "mlxkv-floors/1",
-        "members": members,
-        "kinds": ["eager", "sdpa"],
-        "distinct": len(members),
-    }
-    return Case(manifest, truth, references, meta_floors, floors)
+    return Case(manifest, truth, references, Pool(members, ["eager", "sdpa"], len(members)), floors)
 
 
 def _raw_floors(

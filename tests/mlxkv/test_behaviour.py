@@ -20,6 +20,7 @@ from mlxkv.commands.pitfalls.scenarios import (
     Aim,
     Scenario,
 )
+from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Call, Greedy, New, Plan
 from oracle.formats.trace import Meta, Outcome, Trace
 
@@ -47,7 +48,7 @@ def run(
     tokens: tuple[int, ...] = TOKENS,
     *,
     off: dict[int, float] | None = None,
-    error: str | None = None,
+    error: Exception | None = None,
     rows: int = N,
 ) -> Trace:
     """A run of PLAN within half a floor of the truth, `off` floors away in the rows given."""
@@ -57,12 +58,9 @@ def run(
     noise = np.tile([1.0, -1.0], V // 2)[None] * size[:, None] * FLOOR[0]
     logits = (TRUTH[len(PROMPT) - 1 :] + noise)[:rows]
     arrays = {"logits": logits, "positions": np.arange(2, 2 + rows), "steps": np.full(rows, 1)}
-    return Trace(
-        Meta(
-            PLAN, "test", "1", "float32", outcomes=[Outcome(), Outcome(list(tokens) or None, error)]
-        ),
-        arrays,
-    )
+    chosen = list(tokens) or None
+    ended = Outcome.failed(error, chosen) if error else Outcome(chosen)
+    return Trace(Meta(PLAN, "test", "1", "float32", outcomes=[Outcome(), ended]), arrays)
 
 
 def see(trace: Trace, given: Scenario | None = None) -> Seen:
@@ -104,10 +102,12 @@ def test_a_row_that_is_not_finite_is_wrong(bad: float) -> None:
 
 
 def test_an_error_is_a_refusal_unless_rows_before_it_were_wrong() -> None:
-    assert see(run((), error="cache: full", rows=0)).behaviour == REFUSED
-    assert see(run((), error="cannot be expressed: index_pos 0", rows=0)).behaviour == NO
-    assert see(run(TOKENS[:2], error="cache: full", rows=2)).behaviour == REFUSED
-    assert see(run(TOKENS[:2], error="cache: full", rows=2, off={1: 1e3})).behaviour == WRONG
+    assert see(run((), error=Refusal("cache: full"), rows=0)).behaviour == REFUSED
+    # The kind decides, not the words.
+    assert see(run((), error=Refusal("cannot be expressed"), rows=0)).behaviour == REFUSED
+    assert see(run((), error=Inexpressible("index_pos 0"), rows=0)).behaviour == NO
+    assert see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2)).behaviour == REFUSED
+    assert see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2, off={1: 1e3})).behaviour == WRONG
 
 
 def test_no_row_and_no_error_is_not_right() -> None:

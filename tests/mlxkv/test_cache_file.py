@@ -20,7 +20,7 @@ from mlxkv.port.cache import BLOCK, Cache, CacheError, Layer
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Writer
+from oracle.formats.tensors import writer
 
 FolderOf = Callable[[str], Path]
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -472,7 +472,7 @@ def test_11_what_is_no_cache_file_is_refused(
     model_of: ModelOf, folder_of: FolderOf, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.safetensors"
-    with Writer(trace, {"logits": (np.float32, (1, 40))}) as out:
+    with writer(trace, {"logits": (np.float32, (1, 40))}) as out:
         out.finish({"format": "mlxkv-trace/1"})
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("a text that is no cache")

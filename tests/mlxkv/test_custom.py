@@ -141,9 +141,9 @@ def at(what: str, error: str, line: str) -> str:
 SHAPE = "expected [1, 24, 40] of floats: batch, tokens, vocabulary"
 
 
-def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
+def run(file: Path, folder: Path, plan: Plan) -> custom.OwnRunner:
     source = custom.find(f"{file}:load")
-    return custom.Runner(
+    return custom.OwnRunner(
         custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40
     ).run()
 
@@ -152,16 +152,16 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
     ("old", "new", "line"),
     [
         ("import json\n", "import jsno\n", at("import", "ModuleNotFoundError: No module named 'jsno'", "3 in <module>")),
-        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "63")),
+        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "77")),
         ("def load(", "def laod(", "mine.py:load: no function load in DIR/mine.py, expected load(path, dtype)"),
-        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "64 in load")),
+        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "78 in load")),
         ("def make_cache", "def new_cache", f"mine.py:load: a OwnLlama without make_cache(), {custom.CONVENTION}"),
         ("def __call__", "def call", f"mine.py:load: a OwnLlama without model(tokens, cache=cache), {custom.CONVENTION}"),
-        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "35 in make_cache")),
+        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "37 in make_cache")),
         (CACHE, "return 3", "mine.py:load: make_cache() gave a int, expected a list with one cache per layer"),
         (HEAD, "return mx.zeros(6).reshape(7)",
-         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "60 in __call__")),
-        (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "60 in __call__")),
+         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "74 in __call__")),
+        (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "74 in __call__")),
         (HEAD, f"{HEAD}[0]", f"{CALL} gave [24, 40] float32, {SHAPE}"),
         (HEAD, f"{HEAD}[:, -1:]", f"{CALL} gave [1, 1, 40] float32, {SHAPE}"),
         (HEAD, f"{HEAD}[..., :39]", f"{CALL} gave [1, 24, 39] float32, {SHAPE}"),
@@ -209,7 +209,7 @@ def test_an_error_within_what_the_file_calls_is_shown_where_the_file_called_it(
     )
     with pytest.raises(
         Refusal,
-        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:65 in load\); run it by itself",
+        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:79 in load\); run it by itself",
     ):
         run(mine, folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"])
 
@@ -298,5 +298,5 @@ def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     refused(
         done,
-        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "61 in __call__"),
+        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "75 in __call__"),
     )

@@ -33,6 +33,8 @@ from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, u
 from oracle.formats import disk, run_folder
 from oracle.formats import trace as trace_file
 from oracle.formats.errors import Refusal
+from oracle.formats.run_folder import Pool
+from oracle.formats.tensors import writer
 from oracle.formats.trace import Trace
 
 CASE = make_case()
@@ -173,14 +175,12 @@ def test_keys_and_values_are_matched_both_ways() -> None:
 
 BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
     "members without the held-out one": (
-        lambda c: replace(
-            c, floors_meta=dict(c.floors_meta) | {"members": ["a", "b", "c", "d", "e"]}
-        ),
+        lambda c: replace(c, pool=Pool(["a", "b", "c", "d", "e"], c.pool.kinds, 5)),
         "members are a, b, c, d, e, expected sdpa-step and others",
     ),
-    "another floors format": (
-        lambda c: replace(c, floors_meta={"format": "mlxkv-floors/0"}),
-        "format is 'mlxkv-floors/0'",
+    "a member twice": (
+        lambda c: replace(c, pool=Pool([*c.pool.members[1:], "sdpa-full"], c.pool.kinds, 5)),
+        "names one twice, expected each once",
     ),
     "floors of fewer positions": (
         lambda c: replace(c, floors=dict(c.floors) | {"peak": c.floors["peak"][:, 1:]}),
@@ -510,10 +510,10 @@ def test_an_oracle_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     for name, trace in files.items():
         trace_file.write(tmp_path / f"{name}.safetensors", trace.meta, trace.arrays)
     shapes = {name: (a.dtype.type, a.shape) for name, a in CASE.floors.items()}
-    with trace_file.Writer(tmp_path / "floors.safetensors", shapes) as out:
+    with writer(tmp_path / "floors.safetensors", shapes) as out:
         for name, array in CASE.floors.items():
             out.arrays[name][...] = array
-        out.finish(CASE.floors_meta)
+        out.finish(CASE.pool.to_json())
     digests = {path.name: disk.sha256(path) for path in tmp_path.iterdir()}
     run_folder.write_manifest(tmp_path, replace(CASE.manifest, files=digests))
     found = read_case(tmp_path)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import synthetic
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +22,10 @@ from hypothesis import strategies as st
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.verdict import judge
-from oracle.formats.trace import Array, Trace
+from oracle.formats.errors import Refusal
+from oracle.formats.run_folder import Pool, read_floors
+from oracle.formats.tensors import Array, writer
+from oracle.formats.trace import Trace
 
 CASES = 200 * int(os.environ.get("MLXKV_FUZZ", "1"))
 fuzz = settings(
@@ -30,8 +36,9 @@ ODD = (
     | st.integers()
     | st.text(max_size=5)
     | st.lists(st.integers() | st.text(max_size=5), max_size=6)
-    | st.floats()
+    | st.floats(allow_nan=False, allow_infinity=False)
 )
+NAMES = st.lists(st.text(max_size=5), max_size=6)
 
 
 @functools.cache
@@ -97,8 +104,8 @@ def test_a_damaged_oracle_folder_never_agrees(data: st.DataObject) -> None:
             case, floors=damaged(data, case.floors, moved=False)
         )  # a floor's number has only its file's sha256
     elif what == "meta":
-        key = data.draw(st.sampled_from(["format", "members", "kinds"]))
-        case = replace(case, floors_meta=dict(case.floors_meta) | {key: data.draw(ODD)})
+        changes = {data.draw(st.sampled_from(["members", "kinds"])): data.draw(NAMES)}
+        case = replace(case, pool=msgspec.structs.replace(case.pool, **changes))
     else:
         whole = case.references[what]
         read = {
@@ -110,9 +117,23 @@ def test_a_damaged_oracle_folder_never_agrees(data: st.DataObject) -> None:
 
 
 @fuzz
-@given(st.dictionaries(st.sampled_from(["distinct", "members", "kinds", "format"]), ODD))
-def test_odd_metadata_of_the_floors_is_a_reason(meta: dict[str, Any]) -> None:
+@given(NAMES, NAMES, st.integers(-1, 6))
+def test_an_odd_pool_is_a_reason(members: list[str], kinds: list[str], distinct: int) -> None:
     case, candidates, algebra = sound()
-    assert outcome(
-        replace(case, floors_meta=dict(case.floors_meta) | meta), candidates, algebra
-    ) in ("agree", "cannot tell")
+    odd = replace(case, pool=Pool(members, kinds, distinct))
+    assert outcome(odd, candidates, algebra) in ("agree", "cannot tell")
+
+
+@fuzz
+@given(st.dictionaries(st.sampled_from(["distinct", "members", "kinds", "format", "x"]), ODD))
+def test_odd_metadata_of_the_floors_is_refused(meta: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as room:
+        path = Path(room) / "floors.safetensors"
+        with writer(path, {}) as out:
+            out.finish(sound()[0].pool.to_json() | meta)
+        try:
+            found, _ = read_floors(path)
+        except Refusal as error:
+            assert str(error).startswith(f"{path}: ")
+        else:
+            assert found.to_json() == sound()[0].pool.to_json() | meta

@@ -202,7 +202,7 @@ def test_a_mean_that_is_not_vouched_for_cannot_tell(
             assert (
                 f"mean's proof {name}: {proofs.get(name)}, expected at most" in verdict.reasons[0]
             )
-    equal = replace(case, floors_meta=dict(case.floors_meta) | {"distinct": 1})
+    equal = replace(case, pool=run_folder.Pool(case.pool.members, case.pool.kinds, 1))
     assert "1 bitwise distinct members, expected 2 or more" in judge(equal, traces).reasons[0]
 
 

@@ -31,6 +31,7 @@ from synthetic import (
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
 from mlxkv.judge.verdict import SIGMA_LEAST, judge
+from oracle.formats.run_folder import Pool
 from oracle.formats.trace import Trace
 
 CASE = make_case()
@@ -532,9 +533,9 @@ def test_a_truth_that_is_not_finite_tells_nothing() -> None:
 
 
 def test_an_oracle_folder_that_cannot_serve_tells_nothing() -> None:
-    verdict = judge(replace(CASE, floors_meta={"format": "?"}), RUNS)
+    verdict = judge(replace(CASE, pool=Pool([], CASE.pool.kinds, 0)), RUNS)
     assert (verdict.outcome, verdict.gates, verdict.scopes) == ("cannot tell", (), ())
-    assert verdict.reasons[0].startswith("floors.safetensors: format is '?'")
+    assert verdict.reasons[0].startswith("floors.safetensors: kinds are eager, sdpa, expected those of")
 
 
 NOTES: dict[str, tuple[Case, Mapping[str, Trace], str]] = {
@@ -560,7 +561,7 @@ NOTES: dict[str, tuple[Case, Mapping[str, Trace], str]] = {
         "limits not calibrated on this device (macos gpu)",
     ),
     "alike members": (
-        replace(CASE, floors_meta=dict(CASE.floors_meta) | {"distinct": 2}),
+        replace(CASE, pool=Pool(CASE.pool.members, CASE.pool.kinds, 2)),
         RUNS,
         "the pool has 2 bitwise distinct members, usually 3 or more",
     ),

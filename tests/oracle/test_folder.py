@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import oracle
-from oracle import answer, folder
+from oracle import folder
 from oracle.formats import disk, plan, run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.question import ask
+from oracle.truth import llama, record
 
 PROMPT = "The capital of France is"
 GENERATED = [
@@ -94,7 +95,7 @@ def names(path):
 
 def test_the_default_models_greedy_tokens_and_sizes_are_the_goldens(default_run):
     out, manifest = default_run
-    assert manifest.environment["generated"] == GENERATED
+    assert manifest.generated == GENERATED
     assert manifest.tokens == [504, 3575, 282, 4649, 314, *GENERATED[:19]]
     assert (manifest.prompt, manifest.prompt_tokens, manifest.texts[:5]) == (
         PROMPT,
@@ -136,13 +137,8 @@ def test_the_default_folder_checks_and_shows(default_run):
 
 
 def test_the_floors_are_the_formulas(kept):
-    meta, floors = trace.read_arrays(kept / "floors.safetensors")
-    assert meta == {
-        "format": "mlxkv-floors/1",
-        "members": MEMBERS,
-        "kinds": ["eager", "sdpa"],
-        "distinct": meta["distinct"],
-    }
+    pool, floors = run_folder.read_floors(kept / "floors.safetensors")
+    assert (pool.members, pool.kinds) == (MEMBERS, ["eager", "sdpa"])
     files = [
         f"pool-{name}" if name.startswith("eager") else f"reference-{name[5:]}" for name in MEMBERS
     ]
@@ -150,7 +146,7 @@ def test_the_floors_are_the_formulas(kept):
         name: trace.read(kept / f"{file}.safetensors")
         for name, file in zip(MEMBERS, files, strict=True)
     }
-    assert meta["distinct"] == len({m.logits.tobytes() for m in members.values()}) >= 3
+    assert pool.distinct == len({m.logits.tobytes() for m in members.values()}) >= 3
     true = trace.read(kept / "truth.safetensors")
     for m, name in enumerate(MEMBERS):
         error = members[name].logits.astype(np.float64) - true.logits
@@ -171,7 +167,7 @@ def test_the_floors_are_the_formulas(kept):
 
 
 def test_the_pools_noise_is_float32s(kept):
-    _, floors = trace.read_arrays(kept / "floors.safetensors")
+    _, floors = run_folder.read_floors(kept / "floors.safetensors")
     assert 1e-9 < floors["rms"].min() < floors["rms"].max() < 1e-5
     assert floors["keys"].max() < 1e-5
 
@@ -185,8 +181,8 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
     members |= {name: trace.read(kept / f"pool-{name}.safetensors") for name in MEMBERS[:2]}
     floors.write(tmp_path / "f.safetensors", trace.read(kept / "truth.safetensors"), members)
     whole, pieces = (
-        trace.read_arrays(kept / "floors.safetensors"),
-        trace.read_arrays(tmp_path / "f.safetensors"),
+        run_folder.read_floors(kept / "floors.safetensors"),
+        run_folder.read_floors(tmp_path / "f.safetensors"),
     )
     assert whole[0] == pieces[0]
     for name, array in whole[1].items():
@@ -204,7 +200,7 @@ def test_the_plans_are_those_asked_for(kept):
     manifest = run_folder.read_manifest(kept)
     chunked = json.loads((kept / "plans" / "chunked.json").read_text())
     assert [len(s["tokens"]) for s in chunked["steps"][1:]] == [2, 4, 1, 1, 1, 1, 1, 1]
-    assert manifest.tokens == models.tokens(7) + manifest.environment["generated"][:5]
+    assert manifest.tokens == models.tokens(7) + manifest.generated[:5]
     assert (manifest.prompt, manifest.texts, manifest.note) == (None, [], "")
 
 
@@ -212,7 +208,7 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
     manifest = oracle.run(model, out=tmp_path / "out", tokens=[5], steps=4, threads=1)
     assert sorted(manifest.plans) == ["full", "prefixes", "step"]
     assert "reference-chunked.safetensors" not in manifest.files
-    assert trace.read_arrays(tmp_path / "out" / "floors.safetensors")[0]["members"] == MEMBERS[:4]
+    assert run_folder.read_floors(tmp_path / "out" / "floors.safetensors")[0].members == MEMBERS[:4]
     folder.check(tmp_path / "out")
 
 
@@ -240,7 +236,7 @@ def test_a_sequence_may_be_given_whole(model, tmp_path, given, prompt, steps, le
     )
     assert manifest.tokens[:given] == ids
     assert (len(manifest.tokens), manifest.prompt_tokens) == (length, prompt or given)
-    assert len(manifest.environment["generated"]) == steps
+    assert len(manifest.generated) == steps
     folder.check(tmp_path / "out")
 
 
@@ -252,7 +248,7 @@ def test_half_precision_runs_are_judged_on_rounded_weights(model, tmp_path, dtyp
     folder.check(tmp_path / "out")
     assert manifest.dtype == dtype
     assert manifest.proofs["transformers_double"] < 1e-6
-    _, floors = trace.read_arrays(tmp_path / "out" / "floors.safetensors")
+    _, floors = run_folder.read_floors(tmp_path / "out" / "floors.safetensors")
     assert floors["rms"].min() > 1e-4
 
 
@@ -348,10 +344,13 @@ def test_a_number_that_is_not_finite_is_found(copy):
 @pytest.mark.parametrize(
     "asked", [{"steps": 6}, {"steps": 6, "taps": ("hidden",), "dtype": "float32"}]
 )
-def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
+def test_the_digest_of_the_inputs_is_known_before_the_run(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
     assert question.digest() == run_folder.read_manifest(kept).inputs
-    code = "import sys; from oracle.trace import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
+
+
+def test_the_digest_of_the_inputs_needs_no_torch():
+    code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
     code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -416,7 +415,7 @@ def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(
         raise error
 
     before = {name: (copy / name).read_bytes() for name in names(copy)}
-    monkeypatch.setattr(answer, "write_truth", stop)
+    monkeypatch.setattr(record, "write", stop)
     for out in (copy, copy.parent / "new"):
         with pytest.raises(error):
             oracle.run(model, out=out, tokens=[1, 2], steps=2, threads=1, force=True)
@@ -425,10 +424,8 @@ def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(
 
 
 def test_a_failed_proof_is_written_down_and_fails_the_check(model, tmp_path, monkeypatch):
-    right = answer.truth.rms_norm
-    monkeypatch.setattr(
-        answer.truth, "rms_norm", lambda x, weight, eps: right(x, weight, 1.1 * eps)
-    )
+    right = llama.rms_norm
+    monkeypatch.setattr(llama, "rms_norm", lambda x, weight, eps: right(x, weight, 1.1 * eps))
     manifest = oracle.run(model, out=tmp_path / "out", tokens=models.tokens(6), steps=3, threads=1)
     assert manifest.proofs["truth_agreement"] < 1e-13
     assert manifest.proofs["transformers_double"] > 3e-6

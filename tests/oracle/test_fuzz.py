@@ -22,8 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oracle import folder
-from oracle.formats import disk, plan, run_folder, trace
-from oracle.formats import strict as files
+from oracle.formats import disk, plan, run_folder, strict_json, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.model import safetensors as safetensors_file
@@ -270,7 +269,13 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
             "transformers_double": 1e-8,
             "transformers_double_limit": 1e-6,
         },
-        environment={"os": "Linux", "threads": 2, "generated": [3], "pool": ["sdpa-step"]},
+        generated=[3],
+        pool=["sdpa-step"],
+        pool_distinct=1,
+        left_out={},
+        ignored_keys=[],
+        packed="",
+        environment={"os": "Linux", "threads": 2},
         inputs="e" * 64,
     )
     run_folder.write_manifest(place, manifest)
@@ -402,11 +407,15 @@ def test_a_gguf(data: st.DataObject) -> None:
         (b"[" * 100_000 + b"]" * 100_000, "nested too deep"),
         (b"\xff{}", "decode"),
         (b"1" * 5000, "digits"),
+        (b'{"a": [9223372036854775808]}', "does not fit into 64 bits"),
+        (b"[NaN]", "NaN is not finite"),
+        (b"[-Infinity]", "-Infinity is not finite"),
+        (b"[1e999]", "1e999 is not finite"),
     ],
 )
 def test_json_that_is_none_for_us(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        files.decode(text)
+        strict_json.decode(text)
 
 
 @pytest.mark.parametrize(
@@ -414,18 +423,15 @@ def test_json_that_is_none_for_us(text: bytes, why: str) -> None:
     [
         (1, int, True),
         (True, int, False),
-        (2**63, int, False),
         (1, float, True),
-        (math.nan, float, False),
         (-0.0, float, True),
         ("a", str | None, True),
         (None, str | None, True),
         ([1, "a"], list[int], False),
         ({"a": {"b": [1, None, 0.5]}}, Any, True),
-        ({"a": [math.inf]}, Any, False),
         ({"a": 1.5}, dict[str, float], True),
         ({"a": "1"}, dict[str, float], False),
     ],
 )
 def test_kinds_are_the_annotations(value: Any, kind: Any, good: bool) -> None:
-    assert files.fits(value, kind) is good
+    assert strict_json.fits(value, kind) is good

@@ -59,7 +59,7 @@ def refused(place: Path, **more: str) -> str:
 
 
 def pool(run: Path) -> dict[str, trace.Trace]:
-    names = run_folder.read_manifest(run).environment["pool"]
+    names = run_folder.read_manifest(run).pool
     files = {
         n: run / f"{'reference-' + n[6:] if n.startswith('eager') else 'pool-' + n}.safetensors"
         for n in names
@@ -72,19 +72,16 @@ def test_a_neighbours_folder_says_that_it_has_no_truth(made, name):
     manifest = folder.check(made / "runs" / name)
     assert (manifest.has_truth, manifest.measure) == (False, "mean.safetensors")
     # sdpa does not know Gemma 2's soft capping, and transformers says so.
-    assert manifest.environment["pool"] == (EAGER if name == "gemma2" else BOTH)
-    assert manifest.environment["pool_distinct"] == len(manifest.environment["pool"])
-    assert "left_out" not in manifest.environment
+    assert manifest.pool == (EAGER if name == "gemma2" else BOTH)
+    assert manifest.pool_distinct == len(manifest.pool)
+    assert manifest.left_out == {}
     assert {n for n in manifest.files if n.startswith("reference")} == {
         f"reference-{p}.safetensors" for p in ("full", "step", "chunked")
     }
     assert 1e-9 < manifest.proofs["members_apart"] < 2e-6
     assert 1e-9 < manifest.proofs["mean_double"] < 2e-6
     shown = folder.show(made / "runs" / name)
-    assert (
-        f"\nmeasure      the mean of transformers' {', '.join(manifest.environment['pool'])} ("
-        in shown
-    )
+    assert f"\nmeasure      the mean of transformers' {', '.join(manifest.pool)} (" in shown
     assert shown.count("\nproof        ") == 2
 
 
@@ -102,7 +99,7 @@ def test_the_measure_is_the_mean_of_the_members_and_the_floors_are_their_deviati
             found.arrays[array],
             np.mean([m.arrays[array].astype(np.float64) for m in members.values()], axis=0),
         )
-    _, floors = trace.read_arrays(run / "floors.safetensors")
+    _, floors = run_folder.read_floors(run / "floors.safetensors")
     for m, member in enumerate(members.values()):
         error = member.logits - found.logits
         error -= error.mean(1, keepdims=True)
@@ -158,9 +155,9 @@ def test_a_kind_of_attention_that_is_not_the_models_own_is_left_out(copied, tmp_
     # As older versions had it for a soft capping that sdpa did not know.
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", blunt)
     manifest = asked(copied("qwen2"), tmp_path)
-    assert manifest.environment["pool"] == EAGER
-    assert list(manifest.environment["left_out"]) == ["sdpa"]
-    assert manifest.environment["left_out"]["sdpa"] > 1e-6
+    assert manifest.pool == EAGER
+    assert list(manifest.left_out) == ["sdpa"]
+    assert manifest.left_out["sdpa"] > 1e-6
     assert not [name for name in manifest.files if "sdpa" in name]
     folder.check(tmp_path / "run")
 
@@ -168,10 +165,7 @@ def test_a_kind_of_attention_that_is_not_the_models_own_is_left_out(copied, tmp_
 def test_a_cache_that_drops_rows_is_not_kept(made):
     run = made / "runs" / "windowed"
     found = trace.read(run / "mean.safetensors")
-    assert (
-        found.meta.environment["cache"]
-        == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
-    )
+    assert found.meta.no_cache == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
     assert not [name for name in found.arrays if name.startswith("kv/")]
     folder.check(run)
 
@@ -179,9 +173,9 @@ def test_a_cache_that_drops_rows_is_not_kept(made):
 def test_greedy_tokens_are_the_models_own(copied, tmp_path):
     manifest = asked(copied("gemma2"), tmp_path, tokens=TOKENS[:6], prompt_tokens=6, steps=4)
     assert manifest.tokens[:6] == TOKENS[:6]
-    assert manifest.tokens[6:] == manifest.environment["generated"][:3]
+    assert manifest.tokens[6:] == manifest.generated[:3]
     logits = trace.read(tmp_path / "run" / "reference-full.safetensors").logits
-    assert logits[5:].argmax(1).tolist() == manifest.environment["generated"]
+    assert logits[5:].argmax(1).tolist() == manifest.generated
 
 
 def test_half_precision_has_its_own_limits(copied, tmp_path):
@@ -282,9 +276,7 @@ def test_no_code_of_a_checkpoint_is_run_and_no_pickle_opened(copied, tmp_path):
     )
     (place / "pytorch_model.bin").write_bytes(b"not a pickle")
     assert "auto_map" in refused(place)
-    assert asked(place, tmp_path, ignore_keys=["auto_map"]).environment["ignored_keys"] == [
-        "auto_map"
-    ]
+    assert asked(place, tmp_path, ignore_keys=["auto_map"]).ignored_keys == ["auto_map"]
     assert not (tmp_path / "ran").exists()
 
 
@@ -298,7 +290,7 @@ def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
     with pytest.raises(Refusal, match=r"taps: 'q', expected some of hidden$"):
         asked(place, tmp_path, taps=["q"])
     with pytest.raises(Refusal, match="model_type is 'phi3', expected 'llama'"):
-        folder.follow(str(place), plans=[], out=tmp_path)
+        folder.follow(str(place), plan_files=[], out=tmp_path)
     with pytest.raises(Refusal, match="expected at most 64 "):
         asked(place, tmp_path, tokens=TOKENS, prompt_tokens=None, steps=60)
 

@@ -19,6 +19,7 @@ from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.truth import llama as truth
 from oracle.truth.config import effective, read_config
+from oracle.truth.weights import Weights
 
 ORIGINAL = 16
 PAIRS = 8
@@ -109,7 +110,7 @@ def checkpoints(tmp_path_factory):
 def proof(checkpoint, n, config=None):
     """The second proof's value for n tokens."""
     config = config or read_config(checkpoint.config)
-    weights, tokens = truth.Weights(checkpoint, dtype="float32"), models.tokens(n)
+    weights, tokens = Weights(checkpoint, dtype="float32"), models.tokens(n)
     out = np.zeros((n, config.vocab_size))
     truth.write_logits(
         truth.follow(weights, config, tokens, segments={"full": [n]}), weights.head(config), out
@@ -252,8 +253,8 @@ def test_an_ignored_key_is_in_the_manifest_and_changes_the_inputs(tmp_path):
         False,
     )
     assert odd.config_digest == plain.config_digest != resolve(str(odd.folder)).config_digest
-    assert other.environment["ignored_keys"] == ["auto_map"]
-    assert "ignored_keys" not in one.environment
+    assert other.ignored_keys == ["auto_map"]
+    assert one.ignored_keys == []
     assert other.note == "ignoring auto_map in config.json"
     with pytest.raises(
         Refusal, match=r"config\.json: no key 'autp_map', expected one as --ignore-key says"

@@ -64,12 +64,7 @@ def judged(
     ]
     with session.run_all(requests, meanwhile=plots.load) as runs:
         compared = tuple(reporting.judged(each, commands=commands) for each in runs)
-        # The oracle's greedy tokens are the only part that is of one prompt.
-        oracle = {
-            key: value
-            for key, value in runs[0].case.manifest.environment.items()
-            if key != "generated"
-        }
+        oracle = runs[0].case.manifest.surroundings
         environment = {runs[0].engine: compared[0].environment, "oracle": oracle}
     names = [prompt.name for prompt in prompts]
     found = Prompts({name: each.verdict for name, each in zip(names, compared, strict=True)})

@@ -183,7 +183,7 @@ def _json(
         "third": other.to_json() if other else None,
         "environment": {
             runs.engine: runs.arithmetic[0].meta.environment,
-            "oracle": manifest.environment,
+            "oracle": manifest.surroundings,
         },
     }
     return pretty(value)
@@ -191,7 +191,7 @@ def _json(
 
 def _continuation(runs: session.Runs) -> markdown.Continuation:
     manifest = runs.case.manifest
-    generated = manifest.environment.get("generated") or manifest.tokens[manifest.prompt_tokens :]
+    generated = manifest.generated or manifest.tokens[manifest.prompt_tokens :]
     tokenizer = tokens.load(runs.checkpoint.folder)
     return markdown.Continuation(
         tuple(generated), tokenizer.decode(generated) if tokenizer else None

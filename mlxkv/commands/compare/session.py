@@ -325,11 +325,6 @@ def _given(request: Request) -> tuple[Checkpoint, Path, None]:
             raise Refusal(
                 f"--{name}: {where} has its own plans; leave the option out or make another folder"
             )
-    keys = request.ignore_keys or _ignored(manifest)
+    keys = request.ignore_keys or tuple(manifest.ignored_keys)
     model, revision = request.model or manifest.source, request.revision or manifest.revision
     return resolve(model, revision=revision, ignore_keys=keys), request.oracle, None
-
-
-def _ignored(manifest: run_folder.Manifest) -> tuple[str, ...]:
-    found = manifest.environment.get("ignored_keys")
-    return tuple(key for key in found if isinstance(key, str)) if isinstance(found, list) else ()

@@ -22,7 +22,7 @@ from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import FirstWrong, Verdict
 from mlxkv.judge.verdict import KV_WORST
-from oracle.formats.plan import Call, Plan
+from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
 FORMAT = "mlxkv-locate/1"
@@ -230,12 +230,7 @@ def kind(case: Case, first: FirstWrong) -> str:
 
 def chunk_starts(plan: Plan) -> set[int]:
     """Where calls of several tokens begin behind the first call."""
-    starts, held = set(), 0
-    for step in plan.steps:
-        if isinstance(step, Call):
-            starts |= {held} if held and len(step.tokens) > 1 else set()
-            held += len(step.tokens)
-    return starts
+    return {call.held for call in plan.calls() if call.held and call.fed > 1}
 
 
 def _in_tap(

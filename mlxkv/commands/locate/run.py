@@ -25,7 +25,7 @@ from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Plan
+from oracle.formats.plan import Plan
 from oracle.formats.trace import TAPS
 from oracle.model.checkpoint import Checkpoint, resolve
 
@@ -151,8 +151,7 @@ def _chunks(case: Case) -> tuple[int, ...] | None:
     """The sizes in which the chunked plan sends the prompt."""
     if "chunked" not in case.references:
         return None
-    steps = case.references["chunked"].meta.plan.steps
-    sizes = [len(step.tokens) for step in steps if isinstance(step, Call)]
+    sizes = [call.fed for call in case.references["chunked"].meta.plan.calls()]
     return tuple(sizes[: len(sizes) - (case.length - case.manifest.prompt_tokens)])
 
 

@@ -129,7 +129,7 @@ def _part(aim: Aim, trace: Trace, talk: Right) -> Part:
     good = sigma is None or worst is None or (sigma <= SIGMA and worst <= WORST)
     behaviour: Behaviour = WRONG if not good or (outcome.error is None and not compared) else RIGHT
     if good and outcome.error is not None:
-        behaviour = NO if outcome.error.startswith(NO) else REFUSED
+        behaviour = NO if outcome.kind == "cannot be expressed" else REFUSED
     return Part(aim.talk, behaviour, tokens, parted, sigma, worst, compared, outcome.error)
 
 

@@ -232,8 +232,8 @@ def _right(request: Request, checkpoint: Checkpoint, talk: Talk) -> Right:
         f"oracle: the truth of {len(talk.prompt)} tokens and {request.steps} steps on {checkpoint.name}"
     )
     case = read_case(oracle.ask(question).folder)
-    generated = case.manifest.environment.get("generated")
-    if not isinstance(generated, list) or len(generated) != request.steps:
+    generated = case.manifest.generated
+    if len(generated) != request.steps:
         raise Refusal(
             f"manifest.json: {request.steps} generated tokens expected, found {generated!r}; run again with --fresh"
         )

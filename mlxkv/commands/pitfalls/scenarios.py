@@ -143,7 +143,7 @@ def _used_right(s: Setting) -> list[Scenario]:
     all_right = dict.fromkeys(SYSTEMS, RIGHT)
     judged = judged_plans(list(s.sequence), prompt=len(s.first))
     chunks = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
-    cut = [len(step.tokens) for step in chunks.steps if isinstance(step, Call)]
+    cut = [call.fed for call in chunks.calls()]
     return [
         Scenario(
             "greedy",
@@ -372,8 +372,7 @@ def _everywhere(name: str, *steps: Step) -> dict[str, Plan | str]:
 
 
 def _along(talk: str, plan: Plan) -> tuple[Aim, ...]:
-    calls = [(i, step) for i, step in enumerate(plan.steps) if isinstance(step, Call)]
-    return tuple(Aim(i, talk, step.index_pos or 0) for i, step in calls)
+    return tuple(Aim(call.index, talk, call.step.index_pos or 0) for call in plan.calls())
 
 
 def _no_position(name: str) -> str:

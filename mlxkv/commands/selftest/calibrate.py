@@ -153,7 +153,7 @@ def _measured(name: str, checkpoints: _Seeded, room: Path, dtype: str) -> _Measu
             runs.append((f"seed {seed}", [Reading(**reading) for reading in ran["readings"]]))
             accused += [] if ran["outcome"] == "agree" else [f"{name}, seed {seed}: {_why(ran)}"]
     return _Measured(
-        ranges(name, runs), accused, value["environment"], answers[0].manifest.environment
+        ranges(name, runs), accused, value["environment"], answers[0].manifest.surroundings
     )
 
 

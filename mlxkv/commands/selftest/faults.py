@@ -433,11 +433,11 @@ def dropped_residual(model: Llama, place: Place) -> Iterator[None]:
     block = model.layers[place.early]
 
     def make(real: Any) -> Any:
-        def call(self: Any, x: mx.array, cache: Cache, start: int) -> mx.array:
+        def call(self: Any, x: mx.array, cache: Cache, start: int, tap: Any) -> mx.array:
             if self is not block:
-                return real(self, x, cache, start)  # type: ignore[no-any-return]
-            x = x + self.self_attn(self.input_layernorm(x), cache, start)
-            return self.mlp(self.post_attention_layernorm(x))
+                return real(self, x, cache, start, tap)  # type: ignore[no-any-return]
+            x = x + self.self_attn(self.input_layernorm(x), cache, start, tap)
+            return self.mlp(self.post_attention_layernorm(x), tap)
 
         return call
 

@@ -69,7 +69,7 @@ def of_members(case: Case) -> list[Reading]:
     truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
     bench = verdict.Bench(case, truth, logit_floors(case, truth), largest)
     found = []
-    for i, member in enumerate(case.floors_meta["members"]):
+    for i, member in enumerate(case.pool.members):
         rms, shift, peak = (
             np.asarray(case.floors[name][i], np.float64) for name in ("rms", "shift", "peak")
         )

@@ -128,7 +128,7 @@ def run(request: Request) -> Result:
             }
     if manifest is None:
         raise Refusal("selftest: no model to run on, expected the default or the random ones")
-    return Result(request.dtype, trials, models, made, manifest.environment)
+    return Result(request.dtype, trials, models, made, manifest.surroundings)
 
 
 def _models(request: Request, room: Path) -> Any:
