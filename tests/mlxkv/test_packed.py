@@ -23,8 +23,8 @@ from packed_models import quantised
 from mlxkv.commands.selftest.models import Tiny
 from mlxkv.engines import oracle, port
 from mlxkv.judge.case import read_case
-from mlxkv.judge.result import Verdict
 from mlxkv.judge.limits import SIGMA_NOISY
+from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.port import packed, weights
 from mlxkv.port.cache import Cache
