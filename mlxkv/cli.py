@@ -1,6 +1,7 @@
-"""The command line. It reads options, makes a room's request and prints: results on stdout, the rest on stderr.
+"""The command line. It reads options, makes a command's request, and prints what comes of it.
 
-A room is imported when its command runs, so that `--help` costs nothing.
+Results go to stdout, the rest to stderr. What a command needs is imported when it runs, so that
+`--help` costs nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from oracle.formats import exits
 from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
-    from mlxkv.commands.compare.session import Request
+    from mlxkv.commands.compare.ask import Request
     from mlxkv.report.publish import Report
 
 
@@ -43,11 +45,14 @@ _Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
 ONE_OR_MORE = click.IntRange(1)
+_OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
 
-def _option(*names: str, **settings: Any) -> _Option:
-    """An option whose default, if it has one, is shown."""
-    return click.option(*names, show_default=settings.get("default") is not None, **settings)
+def _option(name: str, what: str, *, into: str | None = None, **settings: Any) -> _Option:
+    """An option with its help, whose default, if it has one, is shown; `into` is its parameter."""
+    names = [name] if into is None else [name, into]
+    shown = settings.get("default") is not None
+    return click.option(*names, help=what, show_default=shown, **settings)
 
 
 def _options(*options: _Option) -> _Option:
@@ -59,74 +64,83 @@ def _options(*options: _Option) -> _Option:
     return apply
 
 
-def _choice(*names: str) -> click.Choice[str]:
-    return click.Choice(names)
-
-
 def _dtype(what: str, *, default: str | None = "float32") -> _Option:
-    return _option(
-        "--dtype", type=_choice("float32", "float16", "bfloat16"), default=default, help=what
-    )
+    dtypes = click.Choice(["float32", "float16", "bfloat16"])
+    return _option("--dtype", what, type=dtypes, default=default)
 
 
 def _json(what: str) -> _Option:
-    return _option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+    return _option("--json", f"Print {what} as JSON.", into="as_json", is_flag=True)
 
 
+def _report(what: str) -> _Option:
+    """--out and --json, for a function that returns what makes its report.
+
+    The report is written and printed, and its exit code is the command's.
+    """
+
+    def apply(function: Callable[..., Callable[..., Report]]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(out: Path, as_json: bool, **options: Any) -> None:
+            from mlxkv.report.publish import publish
+
+            make = function(**options)
+            report = publish(out, partial(make, out=out, command=_command_line()))
+            _print(report.json if as_json else report.text)
+            sys.exit(report.exit_code)
+
+        return _options(_out, _json(what))(command)
+
+    return apply
+
+
+_out = _option("--out", "Where the report goes.", type=FOLDER, default=Path("mlxkv-report"))
 _device = _option(
-    "--device", type=_choice("auto", "gpu", "cpu"), default="auto", help="Where MLX runs."
+    "--device", "Where MLX runs.", type=click.Choice(["auto", "gpu", "cpu"]), default="auto"
 )
 _model = _options(
     click.argument("model", required=False),
-    _option("--revision", help="The commit of a Hub model."),
+    _option("--revision", "The commit of a Hub model."),
     _option(
         "--ignore-key",
-        "ignore_keys",
+        "An unknown key of config.json that changes nothing, to be taken out (may be given again).",
+        into="ignore_keys",
         metavar="NAME",
         multiple=True,
-        help="An unknown key of config.json that changes nothing, to be taken out "
-        "(may be given again).",
     ),
 )
 _run = _options(
-    _option("--prompt", help="Text to start from  [default: The capital of France is]"),
-    _option("--prompt-file", type=FOLDER, help="A UTF-8 text file to start from."),
-    _option("--tokens", type=Numbers(), help="Token ids to start from."),
+    _option("--prompt", "Text to start from  [default: The capital of France is]"),
+    _option("--prompt-file", "A UTF-8 text file to start from.", type=FOLDER),
+    _option("--tokens", "Token ids to start from.", type=Numbers()),
     _option(
-        "--steps",
-        type=ONE_OR_MORE,
-        help="Greedy tokens to choose; the last is not fed  [default: 20]",
+        "--steps", "Greedy tokens to choose; the last is not fed  [default: 20]", type=ONE_OR_MORE
     ),
-    _option("--chunks", type=Numbers(), help="Sizes in which the chunked plan sends the prompt."),
+    _option("--chunks", "Sizes in which the chunked plan sends the prompt.", type=Numbers()),
     _dtype("What both engines compute in  [default: float32]", default=None),
     _device,
-    _option("--threads", type=ONE_OR_MORE, help="Threads of the oracle  [default: one per core]"),
+    _option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
     _option(
         "--engine",
+        "Whose Llama is judged.",
         metavar="[port|mlx-lm|FILE.py:load]",
         default="port",
-        help="Whose Llama is judged.",
     ),
-    _option(
-        "--oracle",
-        type=FOLDER,
-        help="A folder from `mlxkv-oracle run`, made here or elsewhere.",
-    ),
-    _option("--fresh", is_flag=True, help="Ask the oracle again, whatever was kept."),
+    _option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
+    _option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
     _option(
         "--candidate",
-        "candidates",
+        "A trace of a third engine, to be treated in the same way and shown beside.",
+        into="candidates",
         type=FOLDER,
         multiple=True,
-        help="A trace of a third engine, to be treated in the same way and shown beside.",
     ),
 )
 _models = _options(
-    _option("--tiny/--no-tiny", default=True, help="Small random models too."),
-    _option("--real/--no-real", default=True, help="MODEL, or the default model."),
+    _option("--tiny/--no-tiny", "Small random models too.", default=True),
+    _option("--real/--no-real", "MODEL, or the default model.", default=True),
     _dtype("What lane B computes in."),
 )
-_out = _option("--out", type=FOLDER, default=Path("mlxkv-report"), help="Where the report goes.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -143,14 +157,13 @@ def cli() -> None:
 @_run
 @_option(
     "--prompts",
+    "Many prompts: JSON lines, or a text a line; the worst decides.",
     metavar="FILE|builtin",
-    help="Many prompts: JSON lines, or a text a line; the worst decides.",
 )
-@_out
-@_json("the verdict")
+@_report("the verdict")
 def compare(
-    prompts: str | None, candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any
-) -> None:
+    prompts: str | None, candidates: tuple[Path, ...], **options: Any
+) -> Callable[..., Report]:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
     Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and
@@ -160,35 +173,31 @@ def compare(
     """
     from mlxkv.commands.compare import many, run
 
-    if prompts is not None:
-        of_one = ("prompt", "prompt_file", "tokens", "chunks", "oracle", "candidates")
-        _alone("--prompts", of_one)
-    request, command = _request(**options), _command_line()
     if prompts is None:
-        _publish(
-            out,
-            as_json,
-            lambda: run.report(request, candidates=candidates, out=out, command=command),
+        return partial(run.report, _request(**options), candidates=candidates)
+    of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
+    beside = [name for name, value in of_one.items() if value is not None]
+    beside += ["--candidate"] if candidates else []
+    if beside:
+        raise Refusal(
+            f"--prompts and {' and '.join(beside)}: expected --prompts alone, "
+            "as each prompt has its own; leave one side out"
         )
-    else:
-        source = prompts
-        _publish(out, as_json, lambda: many.report(request, source, out=out, command=command))
+    return partial(many.report, _request(**options), prompts)
 
 
 @cli.command()
 @click.argument("folder", type=FOLDER)
 @click.argument("traces", nargs=-1, required=True, type=FOLDER, metavar="TRACE...")
-@_out
-@_json("the verdict")
-def judge(folder: Path, traces: tuple[Path, ...], out: Path, as_json: bool) -> None:
+@_report("the verdict")
+def judge(folder: Path, traces: tuple[Path, ...]) -> Callable[..., Report]:
     """Judge stored TRACEs of one engine by FOLDER, which `mlxkv-oracle run` made.
 
     Nothing runs, and neither MLX nor torch is needed.
     """
     from mlxkv.commands.judge import report
 
-    command = _command_line()
-    _publish(out, as_json, lambda: report(folder, traces, out=out, command=command))
+    return partial(report, folder, traces)
 
 
 @cli.command()
@@ -209,15 +218,14 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", help="The first prompt  [default: The capital of France is]")
-@_option("--other-prompt", help="Another that begins alike  [default: The capital of Germany is]")
-@_option("--tokens", type=Numbers(), help="The first prompt as token ids.")
-@_option("--other-tokens", type=Numbers(), help="The other as token ids.")
-@_option("--steps", type=click.IntRange(3), default=20, help="Greedy tokens after each prompt.")
+@_option("--prompt", "The first prompt  [default: The capital of France is]")
+@_option("--other-prompt", "Another that begins alike  [default: The capital of Germany is]")
+@_option("--tokens", "The first prompt as token ids.", type=Numbers())
+@_option("--other-tokens", "The other as token ids.", type=Numbers())
+@_option("--steps", "Greedy tokens after each prompt.", type=click.IntRange(3), default=20)
 @_device
-@_out
-@_json("the matrix")
-def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
+@_report("the matrix")
+def pitfalls(**options: Any) -> Callable[..., Report]:
     """Run every right and wrong use of a cache on four systems, and say what came of it.
 
     The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when
@@ -225,16 +233,14 @@ def pitfalls(out: Path, as_json: bool, **options: Any) -> None:
     """
     from mlxkv.commands.pitfalls.run import report, requested
 
-    request, command = requested(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    return partial(report, requested(**options))
 
 
 @cli.command()
 @_model
 @_run
-@_out
-@_json("what was found")
-def locate(candidates: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> None:
+@_report("what was found")
+def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report]:
     """Find where the port on MODEL first goes wrong: position, layer, place, head, and a hint.
 
     Of another engine only the logits and the cache can be seen: position, layer, keys or values,
@@ -244,60 +250,55 @@ def locate(candidates: tuple[Path, ...], out: Path, as_json: bool, **options: An
     """
     from mlxkv.commands.locate.run import report
 
-    request, command = _request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, candidates=candidates, out=out, command=command))
+    return partial(report, _request(**options), candidates=candidates)
 
 
 @cli.command()
 @_model
 @_models
 @_option(
-    "--fault", "faults", multiple=True, help="Only this fault; may be given again  [default: all]"
+    "--fault", "Only this fault; may be given again  [default: all]", into="faults", multiple=True
 )
 @_option(
     "--power",
+    "Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.",
     type=FOLDER,
-    help="Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.",
 )
-@_out
-@_json("the trials")
-def selftest(out: Path, as_json: bool, **options: Any) -> None:
+@_report("the trials")
+def selftest(**options: Any) -> Callable[..., Report]:
     """Put known faults into the port and see that each is found, in its place.
 
     No correct run may be accused. Exit code 0 when nothing was missed and nobody accused, else 1.
     """
     from mlxkv.commands.selftest.run import Request, report
 
-    request, command = Request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    return partial(report, Request(**options))
 
 
 @cli.command()
 @_model
 @_models
-@_option("--seeds", type=ONE_OR_MORE, default=5, help="Correct runs on each model.")
-@_out
-@_json("the readings")
-def calibrate(out: Path, as_json: bool, **options: Any) -> None:
+@_option("--seeds", "Correct runs on each model.", type=ONE_OR_MORE, default=5)
+@_report("the readings")
+def calibrate(**options: Any) -> Callable[..., Report]:
     """Measure what correct runs read at every gate, beside its limit: several models, all plans.
 
     Exit code 0 when every correct run is within every limit, else 1.
     """
     from mlxkv.commands.selftest.calibrate import Request, report
 
-    request, command = Request(**options), _command_line()
-    _publish(out, as_json, lambda: report(request, out=out, command=command))
+    return partial(report, Request(**options))
 
 
 @cli.command()
 @_option(
     "--check",
+    "Make them again in a scratch folder and compare with the committed ones.",
     is_flag=True,
-    help="Make them again in a scratch folder and compare with the committed ones.",
 )
-@_option("--only", type=PARTS, multiple=True, help="Some of the parts  [default: all]")
-@_option("--candidate", "candidates", type=FOLDER, multiple=True, help="As for compare.")
-@_option("--out", type=FOLDER, default=Path("reports"), help="Where the reports are.")
+@_option("--only", "Some of the parts  [default: all]", type=PARTS, multiple=True)
+@_option("--candidate", "As for compare.", into="candidates", type=FOLDER, multiple=True)
+@_option("--out", "Where the reports are.", type=FOLDER, default=Path("reports"))
 @_device
 def reports(
     check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str
@@ -321,14 +322,14 @@ def reports(
 @_model
 @_dtype("What both compute in.")
 @_device
-@_option("--prefill", type=Numbers(), default="128,1024", help="Prompt lengths.")
-@_option("--decode", type=ONE_OR_MORE, default=32, help="Tokens decoded after each.")
-@_option("--rounds", type=ONE_OR_MORE, default=3, help="Turns of each engine per length.")
+@_option("--prefill", "Prompt lengths.", type=Numbers(), default="128,1024")
+@_option("--decode", "Tokens decoded after each.", type=ONE_OR_MORE, default=32)
+@_option("--rounds", "Turns of each engine per length.", type=ONE_OR_MORE, default=3)
 @_option(
     "--compare/--no-compare",
-    "with_compare",
+    "Also time a first and a second compare.",
+    into="with_compare",
     default=True,
-    help="Also time a first and a second compare.",
 )
 @_json("the figures")
 def bench(as_json: bool, **options: Any) -> None:
@@ -340,8 +341,8 @@ def bench(as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", default="The capital of France is", help="Text to start from.")
-@_option("-n", "--steps", type=ONE_OR_MORE, default=50, help="Tokens to generate.")
+@_option("--prompt", "Text to start from.", default="The capital of France is")
+@_option("-n", "Tokens to generate.", into="--steps", type=ONE_OR_MORE, default=50)
 @_dtype("What the port computes in.")
 @_device
 def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None:
@@ -373,19 +374,10 @@ def doctor() -> None:
     sys.exit(exit_code)
 
 
-def _publish(out: Path, as_json: bool, make: Callable[[], Report]) -> None:
-    """Writes a room's report, prints it, and ends with its exit code."""
-    from mlxkv.report.publish import publish
-
-    report = publish(out, make)
-    _print(report.json if as_json else report.text)
-    sys.exit(report.exit_code)
-
-
 def _request(
     prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
 ) -> Request:
-    from mlxkv.commands.compare.session import Request
+    from mlxkv.commands.compare.ask import Request
 
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
     given = [name for name, value in sources.items() if value is not None]
@@ -402,36 +394,13 @@ def _request(
     return Request(prompt=prompt, tokens=tokens, **rest)
 
 
-def _alone(option: str, others: tuple[str, ...]) -> None:
-    """Refuses options that say of one sequence what `option` says of several."""
-    typed = _typed()
-    beside = [typed[name] for name in others if name in typed]
-    if beside:
-        raise Refusal(
-            f"{option} and {' and '.join(beside)}: expected {option} alone, "
-            "as each prompt has its own; leave one side out"
-        )
-
-
-def _typed() -> dict[str, str]:
-    """What was given on the command line: each parameter's name, and how its option is spelled."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context()
-    return {
-        str(p.name): p.opts[0]
-        for p in context.command.params
-        if context.get_parameter_source(str(p.name)) == ParameterSource.COMMANDLINE
-    }
-
-
 def _command_line() -> str:
     """What was typed, for the report; without the folder that the command lies in."""
     return shlex.join(["mlxkv", *sys.argv[1:]])
 
 
 def _print(text: str) -> None:
-    """Results to stdout; where they cannot go the exit code must not be one that means a verdict."""
+    """Results to stdout; if they cannot go there, the exit code must not be that of a verdict."""
     try:
         click.echo(text, nl=False)
     except OSError as error:

@@ -79,6 +79,7 @@ MUTATIONS = (
         "unknown = sorted(set())",
         "tests/oracle/test_robust.py",
         "oracle/plan.py",
+        was_tests="tests/oracle",
     ),
     M(
         "JSON may name a key twice",
@@ -106,6 +107,7 @@ MUTATIONS = (
         "oracle/trace.py",
         was_find="if start != end or",
         was_put="if",
+        was_tests="tests/oracle",
     ),
     M(
         "a refusal ends with 1, which means that engines differ",
@@ -124,6 +126,7 @@ MUTATIONS = (
         "[dtype, threads]",
         "tests/oracle/test_folder.py",
         "oracle/trace.py",
+        was_tests="tests/oracle",
     ),
     # oracle/model
     M(
@@ -248,6 +251,7 @@ MUTATIONS = (
         "tests/oracle/test_folder.py tests/oracle/test_truth.py tests/oracle/test_reference.py",
         "oracle/answer.py",
         was_find="floors.require_finite(made)",
+        was_tests="tests/oracle",
     ),
     M(
         "a run folder is replaced without --force",
@@ -366,12 +370,12 @@ MUTATIONS = (
     # mlxkv/judge
     M(
         "sigma's limit is ten times too wide",
-        "mlxkv/judge/verdict.py",
+        "mlxkv/judge/limits.py",
         "SIGMA = 8.0",
         "SIGMA = 80.0",
         "tests/mlxkv/test_limits.py",
         "mlxkv/judge/verdict.py",
-        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_behaviour.py",
+        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_selftest.py",
     ),
     M(
         "NaN passes a gate",
@@ -383,15 +387,16 @@ MUTATIONS = (
     ),
     M(
         "a trace of other weights is measured",
-        "mlxkv/judge/case.py",
-        "if meta.fingerprint is not None and meta.fingerprint != manifest.fingerprint:",
+        "mlxkv/judge/admission.py",
+        "if meta.fingerprint not in (None, manifest.fingerprint):",
         "if False:",
         "tests/mlxkv/test_verdict.py",
         "mlxkv/judge/case.py",
+        was_find="if meta.fingerprint is not None and meta.fingerprint != manifest.fingerprint:",
     ),
     M(
         "a position without a row is not missed",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "if missing:",
         "if False:",
         "tests/mlxkv/test_verdict.py",
@@ -408,11 +413,13 @@ MUTATIONS = (
     # mlxkv/report
     M(
         "a candidate that differs does not count",
-        "mlxkv/commands/compare/run.py",
-        "*([self.third] if self.third else [])",
-        "",
+        "mlxkv/commands/compare/page.py",
+        "(self.verdict, self.third)",
+        "(self.verdict,)",
         "tests/mlxkv/test_cli.py",
         "mlxkv/reporting.py",
+        was_find="*([self.third] if self.third else [])",
+        was_put="*[]",
     ),
     M(
         "a report hides why nothing could be told",
@@ -466,10 +473,10 @@ MUTATIONS = (
     ),
     M(
         "a judgement of stored traces takes two of one plan",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "if name in found:",
         "if False:",
-        "tests/mlxkv/test_cli.py",
+        "tests/mlxkv/test_delta.py",
         "mlxkv/judge/case.py",
     ),
     # mlxkv
@@ -484,10 +491,11 @@ MUTATIONS = (
     M(
         "an option of one sequence is dropped beside --prompts",
         "mlxkv/cli.py",
-        "beside = [typed[name] for name in others if name in typed]",
+        "beside = [name for name, value in of_one.items() if value is not None]",
         "beside = []",
         "tests/mlxkv/test_prompts.py tests/mlxkv/test_cli.py",
         "mlxkv/cli.py",
+        was_find="beside = [typed[name] for name in others if name in typed]",
     ),
     # Drawn by `--draw`. One that it drew is left out, as nothing but the width of a wide terminal's
     # help depends on it: 110 or 111.
@@ -521,10 +529,10 @@ MUTATIONS = (
     ),
     M(
         "the truth's keys may be missing in one layer",
-        "mlxkv/judge/case.py",
+        "mlxkv/judge/admission.py",
         "pair is None or pair[0].shape",
         "pair is None and pair[0].shape",
-        "tests/mlxkv/test_verdict.py",
+        "tests/mlxkv/test_fuzz.py",
         "mlxkv/judge/case.py",
         drawn=True,
     ),
@@ -557,11 +565,13 @@ MUTATIONS = (
     ),
     M(
         "nobody is told that there is no truth",
-        "mlxkv/judge/mean.py",
-        "if case.has_truth:\n        return []",
-        "if True:\n        return None",
+        "mlxkv/judge/notes.py",
+        "if case.has_truth:\n        return None\n    left",
+        "if True:\n        return None\n    left",
         "tests/mlxkv/test_neighbour.py",
         "mlxkv/judge/mean.py",
+        was_find="if case.has_truth:\n        return []",
+        was_put="if True:\n        return None",
         drawn=True,
     ),
     M(

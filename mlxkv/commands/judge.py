@@ -1,50 +1,30 @@
-"""What is made of stored traces alone: nothing runs, and neither MLX nor torch is needed."""
+"""`mlxkv judge`: the verdict on stored traces. Nothing runs; neither MLX nor torch is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxkv.judge.case import by_plan, read_case
-from mlxkv.judge.result import Verdict, plain
+from mlxkv.judge.admission import by_plan
+from mlxkv.judge.case import read_case
 from mlxkv.judge.verdict import judge
-from mlxkv.report import page as markdown
+from mlxkv.report import page, terminal
+from mlxkv.report.phrases import oracle_side, side
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
-from oracle.formats.run_folder import Manifest
 
 
 def report(folder: Path, candidates: Sequence[Path], *, out: Path, command: str) -> Report:
     """Judges traces by an oracle's folder; the report has no plot, which only a run has."""
     traces = [trace.read(path) for path in candidates]
-    case = read_case(folder)
+    case, meta = read_case(folder), traces[0].meta
     verdict = judge(case, by_plan(case.manifest, traces))
-    sides = (markdown.side(traces[0].meta), markdown.oracle_side(case.manifest))
-    files = {
-        "compare.json": _json(verdict, case.manifest, traces[0]),
-        "compare.md": markdown.compare_report(
-            verdict, case.manifest, sides=sides, commands=[command]
-        ),
-    }
-    text = markdown.console_report(
-        verdict, case.manifest, sides=sides, report=str(out / "compare.md")
-    )
-    return Report(files, text, files["compare.json"], verdict.exit_code, stale=("compare.svg",))
-
-
-def _json(verdict: Verdict, manifest: Manifest, first: trace.Trace) -> str:
-    value = verdict.to_json() | {
-        "model": {
-            "name": manifest.name,
-            "source": manifest.source,
-            "revision": manifest.revision,
-            "note": manifest.note,
-        },
-        "prompt": manifest.prompt,
-        "environment": {
-            first.meta.engine: plain(first.meta.environment),
-            "oracle": plain(manifest.surroundings),
-        },
-    }
-    return pretty(value)
+    sides = (side(meta), oracle_side(case.manifest))
+    environments = {meta.engine: meta.environment, "oracle": case.manifest.surroundings}
+    value = pretty(page.to_json(verdict, case.manifest, environments))
+    markdown = page.markdown(verdict, case.manifest, sides=sides, commands=[command])
+    where = str(out / "compare.md")
+    text = terminal.console(verdict, case.manifest, sides=sides, report=where)
+    files = {"compare.json": value, "compare.md": markdown}
+    return Report(files, text, value, verdict.exit_code, stale=("compare.svg",))

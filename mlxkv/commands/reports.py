@@ -10,14 +10,16 @@ from typing import Any
 
 from mlxkv.commands import diff as recheck
 from mlxkv.commands.compare import many as prompting
-from mlxkv.commands.compare import prompts, session
-from mlxkv.commands.compare import run as reporting
+from mlxkv.commands.compare import page, prompts
+from mlxkv.commands.compare import run as comparing
+from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate as calibrating
 from mlxkv.commands.selftest import run as selftesting
 from mlxkv.engines import process
 from mlxkv.engines.progress import say
-from mlxkv.report import plots, publish
+from mlxkv.report import publish
 from oracle.formats import disk, trace
 from oracle.formats.errors import Refusal
 
@@ -43,30 +45,20 @@ class Made:
 
 
 def _compare(device: str, third: Sequence[trace.Trace]) -> Made:
-    with session.run(session.Request(device=device), meanwhile=plots.load) as runs:
-        return _of(
-            reporting.judged(runs, third, commands=["mlxkv compare", f"{COMMAND} --only compare"]),
-            "",
-        )
+    with comparing.run([Request(device=device)]) as (runs,):
+        return _of(comparing.judged(runs, third), "", "mlxkv compare", "compare")
 
 
 def _prompts(device: str, third: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare --prompts builtin", f"{COMMAND} --only prompts"]
-    overview = prompting.judged(
-        session.Request(device=device), prompts.builtin(), commands=commands
-    )
-    first = overview.compared[0]
-    return Made(
-        first.case.manifest.name,
-        first.environment,
-        {f"prompts/{name}": text for name, text in overview.files.items()},
-    )
+    overview = prompting.compare(Request(device=device), prompts.builtin())
+    runs, files = overview.first.runs, overview.files(commands=commands)
+    files = {f"prompts/{name}": text for name, text in files.items()}
+    return Made(runs.case.manifest.name, runs.environment, files)
 
 
 def _long(device: str, third: Sequence[trace.Trace]) -> Made:
-    return _of(
-        prompting.long(session.Request(device=device), commands=[f"{COMMAND} --only long"]), "long/"
-    )
+    return _of(prompting.long(Request(device=device)), "long/", "long")
 
 
 def _pitfalls(device: str, third: Sequence[trace.Trace]) -> Made:
@@ -91,9 +83,11 @@ def _calibration(device: str, third: Sequence[trace.Trace]) -> Made:
     return Made(next(iter(result.models)), result.environment, files)
 
 
-def _of(compared: reporting.Compared, place: str) -> Made:
-    files = {f"{place}{name}": text for name, text in compared.files.items()}
-    return Made(compared.case.manifest.name, compared.environment, files)
+def _of(compared: Compared, place: str, *commands: str) -> Made:
+    *typed, part = commands
+    files = page.files(compared, commands=[*typed, f"{COMMAND} --only {part}"])
+    files = {f"{place}{name}": text for name, text in files.items()}
+    return Made(compared.runs.case.manifest.name, compared.runs.environment, files)
 
 
 PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {

@@ -1,7 +1,8 @@
-"""Two stored traces of any engines: may they be compared, and over which positions? Nothing is judged here.
+"""Whether two stored traces of any engines may be compared, and over which positions.
 
-Row by row is only right where both computed the same thing: the logits after the same tokens, of the same weights. Which
-calls a plan makes does not matter for that, so cached and uncached runs stand side by side.
+Rows may stand side by side only where both computed the same thing: the logits after the same
+tokens, of the same weights. Which calls a plan makes does not matter for that, so a cached run can
+be compared with an uncached one. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Aligned:
     """Trace number `a` against number `b`, counted from 0, over the positions that both have."""
 
     a: int
@@ -29,55 +30,65 @@ class Compared:
     figures: delta.Figures
 
 
-def compare(traces: list[Trace]) -> list[Compared]:
+def align(traces: list[Trace]) -> list[Aligned]:
     """Every pair in turn; a Refusal where one may not be compared."""
     found = []
     for a, b in combinations(range(len(traces)), 2):
-        positions = common(traces[a], traces[b])
-        pair = delta.pair(traces[a], traces[b], positions)
-        found.append(
-            Compared(a, b, tuple(positions), pair, delta.beside(traces[a], traces[b], positions))
+        of, its = traces[a], traces[b]
+        positions = common(of, its)
+        pair, figures = (
+            delta.pair(of, its, positions),
+            delta.figures(of, its, plan=of.meta.plan.name, positions=positions),
         )
+        found.append(Aligned(a, b, tuple(positions), pair, figures))
     return found
 
 
 def common(a: Trace, b: Trace) -> list[int]:
-    """The positions that both have, in order; a Refusal where their rows are not of the same weights, vocabulary and tokens."""
-    if (
-        None not in (a.meta.fingerprint, b.meta.fingerprint)
-        and a.meta.fingerprint != b.meta.fingerprint
-    ):
-        mine, its = str(a.meta.fingerprint)[:16], str(b.meta.fingerprint)[:16]
+    """The positions that both have, in order.
+
+    Raises a Refusal where the rows there are not of the same weights, vocabulary and tokens.
+    """
+    mine, its = a.meta.fingerprint, b.meta.fingerprint
+    if mine is not None and its is not None and mine != its:
         raise Refusal(
-            f"{a.label}: weights fingerprint is {mine}, expected {its} as in {b.label}; run both on the same weights"
+            f"{a.label}: weights fingerprint is {mine[:16]}, expected {its[:16]} as in {b.label}; "
+            "run both on the same weights"
         )
     if a.logits.shape[1] != b.logits.shape[1]:
         raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} as in {b.label}; keep all columns"
+            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} "
+            f"as in {b.label}; keep all columns"
         )
     tokens = [_sequence(a), _sequence(b)]
     both = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
     if not both:
         raise Refusal(
-            f"{a.label}: no position that {b.label} has too, expected one or more; compare runs of one sequence"
+            f"{a.label}: no position that {b.label} has too, expected one or more; "
+            "compare runs of one sequence"
         )
     # A row depends on the tokens up to its own, not on those after.
     for position in range(both[-1] + 1):
         ids = [one[position] if position < len(one) else None for one in tokens]
         if ids[0] != ids[1] or None in ids:
             raise Refusal(
-                f"{a.label}: token at position {position} is {ids[0]}, expected {ids[1]} as in {b.label} "
-                f"(plan digests {a.meta.plan.digest[:12]} and {b.meta.plan.digest[:12]}); compare runs of one sequence"
+                f"{a.label}: token at position {position} is {ids[0]}, expected {ids[1]} "
+                f"as in {b.label} (plan digests {a.meta.plan.digest[:12]} and "
+                f"{b.meta.plan.digest[:12]}); compare runs of one sequence"
             )
     return both
 
 
 def _sequence(trace: Trace) -> _Ids:
-    """The one sequence of which all rows are; a Refusal where there are several, or several rows of one position."""
+    """The one sequence that all rows are of.
+
+    Raises a Refusal where there are several sequences, or several rows of one position.
+    """
     twice = [p for p, times in Counter(trace.positions.tolist()).items() if times > 1]
     if twice:
         raise Refusal(
-            f"{trace.label}: more than one row for position {min(twice)}, expected one; keep the plan's last call that gives it"
+            f"{trace.label}: more than one row for position {min(twice)}, expected one; "
+            "keep the plan's last call that gives it"
         )
     plan, outcomes = trace.meta.plan, trace.meta.outcomes
     failed = {i for i, outcome in enumerate(outcomes) if outcome.error is not None}
@@ -85,8 +96,8 @@ def _sequence(trace: Trace) -> _Ids:
     for call in plan.calls(without=failed):
         if call.start != call.held:
             raise Refusal(
-                f"{trace.label}: step {call.index} is at index_pos {call.start}, expected {call.held}, "
-                "the tokens cached; it has no place"
+                f"{trace.label}: step {call.index} is at index_pos {call.start}, expected "
+                f"{call.held}, the tokens cached; compare a plan without such a step"
             )
         # Every cache so far holds a beginning of the one sequence.
         ids = longest[: call.held] + call.step.tokens + _chosen(trace, call)

@@ -1,77 +1,92 @@
-"""Which usual mistake makes the delta vanish: an engine that differs from the truth, against the truth with each of them.
+"""Which usual mistake explains a difference: the engine against a truth that makes the mistake too.
 
-The folder of suspects is the oracle's (`python -m oracle suspects`): a trace of the first positions for each, and their
-names and words in `suspects.json`.
+The folder of suspects is the oracle's (`python -m oracle suspects`): for each usual mistake a trace
+of the first positions as the truth would have it with that mistake, and in `suspects.json` its name
+and words.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mlxkv.judge import measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import Floors, logit_floors
+from mlxkv.judge.gates import pooled
+from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.result import Cause
-from mlxkv.judge.verdict import SIGMA
-from oracle.formats.disk import sha256
+from oracle.formats import strict_json
+from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace, read
 
 FORMAT = "mlxkv-suspects/1"
 
 
-def find(case: Case, candidates: Mapping[str, Trace], folder: Path) -> Cause | str:
-    """The suspect with the least sigma, if that is within the limit which the truth itself is above; else why there is none.
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A usual mistake, and the truth of the first positions with it."""
 
-    Judged on the full plan, or on the step plan where there is no full one, at the positions that the suspects have.
+    name: str
+    words: str
+    truth: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    words: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    inputs: str
+    fingerprint: str
+    suspects: list[_Entry]
+
+
+def find(case: Case, candidates: Mapping[str, Trace], suspects: Sequence[Suspect]) -> Cause | str:
+    """The suspect with the least sigma, or why there is none.
+
+    It must be within the limit of sigma, which the truth itself must be above. Judged on the full
+    plan, or on the step plan if there is no full one, at the positions that the suspects have.
     """
-    suspects = read_suspects(folder, case.manifest.fingerprint)
-    held = max((len(truth.logits) for _, truth in suspects), default=0)
+    held, unsought = max((len(s.truth.logits) for s in suspects), default=0), "was not looked for"
     run = _first(candidates.get("full", candidates.get("step")), held)
     if run is None:
-        return f"the cause was not looked for: no row of plan full or step at the first {held} positions"
+        where = f"no row of plan full or step at the first {held} positions"
+        return f"the cause {unsought}: {where}"
     floors = logit_floors(case, measure.truth_rows(case.truth))
     if _sigma(run, case.truth, floors) <= SIGMA:
-        return f"the cause was not looked for: sigma is within its limit at the first {held} positions of plan {run.meta.plan.name}"
-    best = min(
-        (replace(cause, sigma=_sigma(run, truth, floors)) for cause, truth in suspects),
-        key=lambda cause: cause.sigma,
-    )
-    return (
-        best
-        if best.sigma <= SIGMA
-        else f"none of {len(suspects)} usual suspects explains the difference"
-    )
+        where = f"at the first {held} positions of plan {run.meta.plan.name}"
+        return f"the cause {unsought}: sigma is within its limit {where}"
+    causes = [Cause(s.name, s.words, _sigma(run, s.truth, floors)) for s in suspects]
+    best = min(causes, key=lambda cause: cause.sigma)
+    if best.sigma <= SIGMA:
+        return best
+    return f"none of {len(suspects)} usual suspects explains the difference"
 
 
-def read_suspects(folder: Path, fingerprint: str) -> list[tuple[Cause, Trace]]:
-    """Each suspect, without a sigma yet, and the truth as it would have it; a Refusal where the folder is not whole."""
+def read_suspects(folder: Path, fingerprint: str) -> list[Suspect]:
+    """The suspects of the weights of that fingerprint; a Refusal if the folder is not whole."""
     path = folder / "suspects.json"
-    try:
-        value = json.loads(path.read_bytes())
-        if value["format"] != FORMAT or value["fingerprint"] != fingerprint:
-            raise ValueError(
-                f"format {value['format']!r} of weights {value['fingerprint'][:16]}, expected {FORMAT!r} of {fingerprint[:16]}"
-            )
-        listed = [
-            (Cause(s["name"], s["words"], float("nan")), folder / s["file"], s["sha256"])
-            for s in value["suspects"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal(
-            f"{path}: not a list of suspects ({' '.join(str(error).split())}); have it made again"
-        ) from error
-    for _, file, digest in listed:
-        if sha256(file) != digest:
-            raise Refusal(
-                f"{file}: sha256 differs from the one in suspects.json; have the folder made again"
-            )
-    return [(cause, read(file)) for cause, file, _ in listed]
+    how: dict[str, Any] = {"where": path, "remedy": "have the folder made again"}
+    value = strict_json.read(path, remedy=how["remedy"])
+    found = strict_json.typed(strict_json.of_format(value, FORMAT, **how), _List, **how)
+    if found.fingerprint != fingerprint:
+        what = f"of weights {found.fingerprint[:16]}, expected {fingerprint[:16]}"
+        raise Refusal(what, **how)
+    for entry in found.suspects:
+        if hash_once(folder / entry.file) != entry.sha256:
+            raise Refusal(f"sha256 of {entry.file} is another than the one listed", **how)
+    return [Suspect(one.name, one.words, read(folder / one.file)) for one in found.suspects]
 
 
 def _first(run: Trace | None, n: int) -> Trace | None:
@@ -84,6 +99,5 @@ def _first(run: Trace | None, n: int) -> Trace | None:
 
 def _sigma(run: Trace, truth: Trace, floors: Floors) -> float:
     measured = measure.measure(run, truth)
-    ratios = measured.rms / floors.rms[measured.positions]
-    sigma = float(np.sqrt(np.mean(ratios * ratios)))
+    sigma = pooled(measured.rms / floors.rms[measured.positions])
     return sigma if np.isfinite(sigma) else float("inf")

@@ -1,23 +1,29 @@
-"""Distances between two traces as people know them: the page's tables, and the figures of other tools.
+"""Distances between two traces as people know them: the page's tables, and other tools' figures.
 
-All in float64, a block of rows at a time. Everything here is shown and nothing is judged; what is judged is in measure.py.
+All in float64, a block of rows at a time. Everything here is shown and nothing is judged; what is
+judged is in measure.py. "The page" is the article on KV caches whose experiments are repeated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Array, Floats, TruthRows, blocks, in_order, rows_of, truth_rows
+from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of, truth_rows
 from oracle.formats.errors import Refusal
+from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
 _PAGE_NAMES = {"step": "cached", "prefixes": "nocache"}
-_Key = tuple[str, str]
-_CACHED: tuple[tuple[_Key, _Key], ...] = (
+
+Key = tuple[Literal["ours", "theirs"], str]
+"""A run in the page's tables: the engine that is judged, or transformers, and the plan."""
+
+_CACHED: tuple[tuple[Key, Key], ...] = (
     (("theirs", "step"), ("theirs", "full")),
     (("ours", "step"), ("ours", "prefixes")),
     (("ours", "step"), ("ours", "full")),
@@ -26,7 +32,7 @@ _CACHED: tuple[tuple[_Key, _Key], ...] = (
     (("ours", "full"), ("theirs", "full")),
     (("ours", "step"), ("theirs", "step")),
 )
-_CHUNKED: tuple[tuple[_Key, _Key], ...] = (
+_CHUNKED: tuple[tuple[Key, Key], ...] = (
     (("theirs", "chunked"), ("theirs", "step")),
     (("ours", "chunked"), ("ours", "step")),
     (("ours", "chunked"), ("theirs", "full")),
@@ -36,7 +42,10 @@ _CHUNKED: tuple[tuple[_Key, _Key], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What other tools report, against the truth over all rows of a run. Shown, never judged. KL in nats, a row's mean."""
+    """What other tools report of a run against the truth, over all its rows.
+
+    KL is in nats, the mean of the rows.
+    """
 
     plan: str
     rows: int
@@ -56,13 +65,22 @@ class Run:
     engine: str
     plan: str
 
+    @property
+    def page_name(self) -> str:
+        """What the page calls the plan."""
+        return _PAGE_NAMES.get(self.plan, self.plan)
+
     def __str__(self) -> str:
-        return f"{self.engine} {_PAGE_NAMES.get(self.plan, self.plan)}"
+        return f"{self.engine} {self.page_name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two runs over the same positions, as in the page's tables: |a - b| over all rows, in the first and in the last."""
+    """Two runs over the same positions, as in the page's tables.
+
+    `max_abs` is max |a - b| over all rows, `first_max` and `last_max` that of the first and of the
+    last row, `max_abs_ref` is max |b|.
+    """
 
     a: Run
     b: Run
@@ -77,70 +95,78 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The page's table 3 (cached against uncached) and 4 (chunked prefill), within and across engines."""
+    """The page's table 3 (cached against uncached) and table 4 (chunked prefill)."""
 
     cached: tuple[Pair, ...] = ()
     chunked: tuple[Pair, ...] = ()
 
 
-def figures(trace: Trace, truth: Trace, rows: TruthRows, *, plan: str) -> Figures:
-    """The figures of other tools, in float64."""
-    order, positions, _ = in_order(trace)
-    return _figures(trace, truth, rows, plan=plan, order=order, positions=positions)
-
-
-def beside(a: Trace, b: Trace, positions: Sequence[int]) -> Figures:
-    """The same of any two runs over `positions`, b in the truth's place; a Refusal where either lacks one of them."""
-    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    return _figures(a, b, truth_rows(b), plan=a.meta.plan.name, order=rows_a, positions=rows_b)
-
-
-def _figures(
-    trace: Trace, truth: Trace, rows: TruthRows, *, plan: str, order: Array, positions: Array
+def figures(
+    a: Trace,
+    b: Trace,
+    rows: TruthRows | None = None,
+    *,
+    plan: str,
+    positions: Sequence[int] | None = None,
 ) -> Figures:
-    """`order` are rows of the trace, `positions` those rows of the truth that stand beside them."""
-    vocab = trace.logits.shape[1]
-    squares = {"e": 0.0, "t": 0.0, "x": 0.0, "xt": 0.0}
+    """The figures of run `a`, named `plan`, with `b` in the truth's place.
+
+    Over `positions`, or all of a's; a Refusal where either lacks one of them. `rows` are those of
+    b, where they are known already.
+    """
+    positions = sorted(a.positions.tolist()) if positions is None else positions
+    rows_a, rows_b, rows = rows_of(a, positions), rows_of(b, positions), rows or truth_rows(b)
+    vocab, count = a.logits.shape[1], len(positions)
+    squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        for part in blocks(len(order), vocab):
-            x, t = (
-                trace.logits[order[part]].astype(np.float64),
-                truth.logits[positions[part]].astype(np.float64),
-            )
+        for part in blocks(count, vocab):
+            x = a.logits[rows_a[part]].astype(np.float64)
+            t = b.logits[rows_b[part]].astype(np.float64)
             e = x - t
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
                 squares[name] += float(np.einsum("rv,rv->", u, w))
             largest.append(float(np.abs(e).max()))
             kl += float(_kl(t, e).sum())
-            top1 += int((x.argmax(1) == rows.best[positions[part]]).sum())
-            # The truth's five are among the highest five of x, ties allowed: nothing else lies above the least of them.
-            five = np.take_along_axis(x, rows.five[positions[part]], 1)
-            least = five.min(1, keepdims=True)
-            top5 += int(((x > least).sum(1) == (five > least).sum(1)).sum())
-        count = len(order)
+            top1 += int((x.argmax(1) == rows.best[rows_b[part]]).sum())
+            top5 += _same_five(x, rows.five[rows_b[part]])
+        norms = np.sqrt(squares["t"]) * np.sqrt(squares["x"])
         return Figures(
             plan=plan,
             rows=count,
             max_abs=float(np.max(largest)),
             rms=float(np.sqrt(squares["e"] / (count * vocab))),
             nmse_db=float(10 * np.log10(np.divide(squares["e"], squares["t"]))),
-            cosine=float(np.divide(squares["xt"], np.sqrt(squares["t"]) * np.sqrt(squares["x"]))),
+            cosine=float(np.divide(squares["xt"], norms)),
             kl=kl / count,
             top1_equal=top1,
             top5_equal=top5,
         )
 
 
+def _same_five(x: Floats, five: Array) -> int:
+    """In how many rows the truth's best five are the best five of x, ties allowed.
+
+    They are if nothing else in the row lies above the least of them.
+    """
+    theirs = np.take_along_axis(x, five, 1)
+    least = theirs.min(1, keepdims=True)
+    return int(((x > least).sum(1) == (theirs > least).sum(1)).sum())
+
+
 def pair(
     a: Trace, b: Trace, positions: Sequence[int], *, names: tuple[Run, Run] | None = None
 ) -> Pair:
-    """`a` against `b` over `positions` (first and last as given); a Refusal where either lacks one of them."""
+    """`a` against `b` over `positions`, whose order says which row is the first and the last.
+
+    Raises a Refusal where either lacks a position, or where their vocabularies differ.
+    """
     if len(positions) == 0:
         raise Refusal(f"{a.label}: no positions to compare, expected one or more")
     if a.logits.shape[1] != b.logits.shape[1]:
         raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} as {b.label}"
+            f"{a.label}: vocabulary is {a.logits.shape[1]}, "
+            f"expected {b.logits.shape[1]} as {b.label}"
         )
     rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
     vocab = a.logits.shape[1]
@@ -154,58 +180,61 @@ def pair(
             equal += int((x.argmax(1) == y.argmax(1)).sum())
             largest.append(float(np.maximum(y.max(), -y.min())))
     runs = names or (Run(a.meta.engine, a.meta.plan.name), Run(b.meta.engine, b.meta.plan.name))
-    rms = float(np.sqrt(squares / (len(positions) * vocab)))
-    first, last = float(row_max[0]), float(row_max[-1])
     return Pair(
-        *runs, float(row_max.max()), first, last, rms, equal, len(positions), float(np.max(largest))
+        *runs,
+        max_abs=float(row_max.max()),
+        first_max=float(row_max[0]),
+        last_max=float(row_max[-1]),
+        rms=float(np.sqrt(squares / (len(positions) * vocab))),
+        top1_equal=equal,
+        rows=len(positions),
+        max_abs_ref=float(np.max(largest)),
     )
 
 
 def page_tables(case: Case, candidates: Mapping[str, Trace]) -> Tables:
-    """The page's tables 3 and 4 for whichever of the judged plans there are; `candidates` by plan name."""
-    there = {("ours", name): trace for name, trace in candidates.items()}
-    there |= {("theirs", name): trace for name, trace in case.references.items()}
-
-    def pairs(wanted: Sequence[tuple[_Key, _Key]]) -> tuple[Pair, ...]:
-        return tuple(
-            _named(there[a], there[b], a[1], b[1], case)
+    """The page's tables 3 and 4 for whichever judged plans there are; `candidates` by plan."""
+    there: dict[Key, Trace] = {("ours", plan): trace for plan, trace in candidates.items()}
+    there |= {("theirs", plan): trace for plan, trace in case.references.items()}
+    cached, chunked = (
+        tuple(
+            _named((there[a], a[1]), (there[b], b[1]), case)
             for a, b in wanted
             if a in there and b in there
         )
-
-    return Tables(cached=pairs(_CACHED), chunked=pairs(_CHUNKED))
+        for wanted in (_CACHED, _CHUNKED)
+    )
+    return Tables(cached, chunked)
 
 
 def three_way(
     case: Case, ours: Mapping[str, Trace], third: Mapping[str, Trace]
 ) -> tuple[Pair, ...]:
-    """For each plan that both hold: the third engine against ours, and each against transformers and against the truth."""
-    pairs = []
+    """For each plan that both hold: the third engine against ours, then each against transformers
+    and against the truth.
+    """
+    pairs: list[Pair] = []
+    truth = (case.truth, "full")
     for plan in (name for name in case.manifest.plans if name in ours and name in third):
-        beside = plan if plan in case.references else "full"
-        mine, its, theirs = (
-            (ours[plan], plan),
-            (third[plan], plan),
-            (case.references[beside], beside),
-        )
-        truth = (case.truth, "full")
-        for (a, name_a), (b, name_b) in (
-            (its, mine),
-            (its, theirs),
-            (mine, theirs),
-            (its, truth),
-            (mine, truth),
-        ):
-            pairs.append(_named(a, b, name_a, name_b, case))
+        known = plan if plan in case.references else "full"
+        theirs = (case.references[known], known)
+        its, mine = (third[plan], plan), (ours[plan], plan)
+        wanted = ((its, mine), (its, theirs), (mine, theirs), (its, truth), (mine, truth))
+        pairs += [_named(a, b, case) for a, b in wanted]
     return tuple(pairs)
 
 
-def _named(a: Trace, b: Trace, plan_a: str, plan_b: str, case: Case) -> Pair:
-    return pair(a, b, case.rows, names=(Run(a.meta.engine, plan_a), Run(b.meta.engine, plan_b)))
+def _named(a: tuple[Trace, str], b: tuple[Trace, str], case: Case) -> Pair:
+    """The pair of two traces over the rows shown, each under the plan that it is shown as."""
+    names = (Run(a[0].meta.engine, a[1]), Run(b[0].meta.engine, b[1]))
+    return pair(a[0], b[0], case.rows, names=names)
 
 
 def _kl(t: Floats, e: Floats) -> Floats:
-    """KL(softmax t || softmax(t + e)) per row; accurate far below 1e-16, where differences of log-softmaxes are noise."""
+    """KL(softmax t || softmax(t + e)) per row.
+
+    Accurate far below 1e-16, where a difference of two log-softmaxes is nothing but rounding.
+    """
     z = t - t.max(1, keepdims=True)
     p = np.exp(z)
     total = p.sum(1)

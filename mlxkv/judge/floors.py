@@ -1,27 +1,35 @@
 """The noise floor: how far transformers itself is from the truth, by position, layer and head.
 
-Made here, at judging, from the raw errors of the pool's members, so that a member can be held out and judged by the
-others. Where there is no truth the errors are deviations from the members' mean, and widened
-(`mean.py`). Smoothing: a position's floor also looks at those within `NEAR` of it, because a single position's error is one
-draw and may be small by luck. Nothing is ever below one unit in the last place of what is measured.
+Made at judging, from the raw errors of the pool's members, so that a member can be held out and
+judged by the others. One position's error is a single draw and may be small by luck, so the floor
+of a position also looks at those within `NEAR` of it. No floor is below one unit in the last place
+of what is measured.
+
+Where there is no truth, the mean of the pool's n distinct members stands in its place. Each member
+lies nearer to that mean than to the truth, by sqrt(1 - 1/n), so its deviation is widened by the
+inverse; and a member that is held out is measured against the mean of the others. The limits are
+those that hold against the truth. Measured both ways on SmolLM2, 24 tokens, correct engines read a
+sigma of 0.7 to 0.8 against the truth and of 1.0 against the mean; against the mean also a shift of
+4.7, and of keys and values at most a median of 1.3, a 95th percentile of 2.2, a worst row of 2.5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlxkv.judge import mean
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, ulp
+from mlxkv.judge.measure import Floats, Measures, TruthRows, ulp
 
-NEAR = 8  # positions on either side (DESIGN): a window of 17 rows over 5 runs settles an rms to some 10 %
+NEAR = 8
+"""Positions on either side: a window of 17 rows over 5 runs settles an rms to some 10 %."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Floors:
-    """Per position, each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached.
+    """Each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached.
 
     `pool` is the rms floor before an ulp bounds it from below: what the members really read.
     """
@@ -35,34 +43,47 @@ class Floors:
 
 def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) -> Floors:
     """The floors of all members, or of all but `without`."""
-    keep = [i for i, name in enumerate(case.pool.members) if name != without]
-    raw = {
-        name: np.asarray(case.floors[name], np.float64)
-        for name in ("rms", "peak", "shift", "cached")
-    }
     least = ulp(truth.largest, case.manifest.dtype)
-    rms, peak, shift = (raw[name][keep] * mean.widening(case) for name in ("rms", "peak", "shift"))
+    rms, peak, shift = (_errors(case, name, without) for name in ("rms", "peak", "shift"))
+    cached = np.asarray(case.floors["cached"], np.float64)  # by kind of attention, not by member
     pool = np.maximum(_rms(rms), _near_rms(rms))
     return Floors(
         rms=np.maximum(pool, least),
         pool=pool,
         peak=np.maximum(_near_max(peak), least),
         shift=np.maximum(_near_rms(shift), least),
-        cached=np.maximum(_near_rms(raw["cached"]), least),
+        cached=np.maximum(_near_rms(cached), least),
     )
 
 
 def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> Floats:
-    """The floors of keys and values, (keys and values, layers, K, n), as is `largest`, of the truth; of all members but `without`."""
+    """The floors of keys and values, of all members or of all but `without`.
+
+    They are (keys and values, layers, K, n), as is `largest`, the truth's largest |value| of a row.
+    """
     least = ulp(largest, case.manifest.dtype)
-    keep = [i for i, name in enumerate(case.pool.members) if name != without]
-    raw = [
-        np.asarray(case.floors[name], np.float64)[keep] * mean.widening(case)
-        for name in ("keys", "values")
-    ]
+    errors = [_errors(case, name, without) for name in ("keys", "values")]
     return np.stack(
-        [np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(raw)]
+        [np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(errors)]
     )
+
+
+def held_out(run: Measures, case: Case) -> Measures:
+    """A member as the others measure it. Against the truth that changes nothing."""
+    k = 1.0 if case.has_truth else case.pool.distinct / (case.pool.distinct - 1)
+    return replace(run, rms=run.rms * k, shift=run.shift * k, peak=run.peak * k)
+
+
+def widening(case: Case) -> float:
+    """What makes an error of a member's deviation from the measure: 1 where that is the truth."""
+    n = case.pool.distinct
+    return 1.0 if case.has_truth else math.sqrt(n / (n - 1))
+
+
+def _errors(case: Case, name: str, without: str | None) -> Floats:
+    """The raw errors of the members but one, (members, ...)."""
+    keep = [i for i, member in enumerate(case.pool.members) if member != without]
+    return np.asarray(case.floors[name], np.float64)[keep] * widening(case)
 
 
 def _rms(errors: Floats) -> Floats:

@@ -1,53 +1,255 @@
-"""Gates from measured numbers: where the worst stands, and the first above the limit. The limits are verdict.py's."""
+"""The gates: from measured numbers to values beside their limits, and where the worst stands.
+
+Every comparison is `not (value <= limit)`, so that NaN fails. A gate that lacks what it needs says
+why, and neither passes nor fails.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
+from mlxkv.judge import limits, measure
+from mlxkv.judge.admission import cache_reasons, layers
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Array, Bools, Floats
-from mlxkv.judge.result import Gate, Scope
+from mlxkv.judge.floors import Floors, cache_floors, logit_floors
+from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
+from mlxkv.judge.result import Gate, GateName
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
+
+_OF_CACHE = {
+    "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
+    "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
+}
 
 
-def over_rows(name: str, ratios: Floats, pooled: Floats, limit: float) -> Gate:
-    """`ratios` (layers, K, n) pooled over n into (layers, K); the worst head decides."""
-    layer, head = np.unravel_index(int(np.argmax(pooled)), pooled.shape)
-    value, above = float(pooled[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
+@dataclass(frozen=True, slots=True, eq=False)
+class Yardstick:
+    """What every gate measures with: the oracle folder, the truth's rows, the floors.
+
+    `cache_largest` is `measure.cache_largest` of the truth.
+    """
+
+    case: Case
+    truth: TruthRows
+    floors: Floors
+    cache_largest: Floats | None
+
+    @classmethod
+    def of(cls, case: Case) -> Yardstick:
+        """That of an oracle folder which `admission.case_reasons` finds nothing wrong with."""
+        truth = measure.truth_rows(case.truth)
+        return cls(case, truth, logit_floors(case, truth), measure.cache_largest(case.truth))
+
+
+def logit_gates(
+    yardstick: Yardstick, plan: str, run: Measures, *, floors: Floors | None = None
+) -> list[Gate]:
+    """The gates on one run's logits; `floors` are others where a member of the pool is held out."""
+    case, truth, at = yardstick.case, yardstick.truth, run.positions
+    floors = yardstick.floors if floors is None else floors
+    sigmas = run.rms / floors.rms[at]
+    sigma = pooled(sigmas)
+    above = at[~(sigmas <= limits.SIGMA)]
+    first = int(above[0]) if not (sigma <= limits.SIGMA) else None
+    flipped = run.best != truth.best[at]
+    flipped &= truth.margin[at] > limits.FLIP_MARGIN * floors.peak[at]
+    peaks, shifts = run.peak / floors.peak[at], np.abs(run.shift) / floors.shift[at]
+    return [
+        _count(case, GateName.FINITE, plan, at, ~run.finite),
+        Gate(GateName.SIGMA, "logits", plan, sigma, limits.SIGMA, first=first),
+        _by_position(case, GateName.WORST, plan, at, sigmas, limits.WORST),
+        _by_position(case, GateName.PEAK, plan, at, peaks, limits.PEAK),
+        _by_position(case, GateName.SHIFT, plan, at, shifts, limits.SHIFT),
+        _count(case, GateName.FLIPS, plan, at, flipped),
+    ]
+
+
+def sigma_of(gates: Sequence[Gate]) -> float:
+    """The largest sigma, 0 where none was measured."""
+    return max((g.value for g in gates if g.name == GateName.SIGMA), default=0.0)
+
+
+def pooled(ratios: Floats) -> float:
+    """The rms over all positions of errors in floors: sigma."""
+    return float(np.sqrt(np.mean(ratios * ratios)))
+
+
+def algebra_gates(
+    yardstick: Yardstick, traces: Mapping[str, Trace]
+) -> tuple[list[Gate], list[str]]:
+    """The gates on float64 runs, and what leaves the verdict open.
+
+    Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
+    decide.
+    """
+    gates: list[Gate] = []
+    reasons: list[str] = []
+    for plan, trace in traces.items():
+        why = _unproved(trace)
+        if not yardstick.case.has_truth:
+            why = "not run: no truth for this architecture"
+        if why is not None:
+            gates.append(_not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
+            continue
+        gates.append(_algebra_gate(yardstick, plan, trace))
+        if plan == "step" and layers(trace) > 0:
+            gate, odd = _algebra_cache_gate(yardstick, trace)
+            gates.append(gate)
+            reasons += odd
+    if not gates:
+        why = "not run: no float64 run of this engine"
+        gates.append(_not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
+    return gates, reasons
+
+
+def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
+    """Cached against uncached of the same engine: step against full, or against prefixes if there
+    is no full.
+    """
+    name, case = GateName.CACHED, yardstick.case
+    why, other = None, "full" if "full" in traces else "prefixes"
+    absent = [plan for plan in ("step", other) if plan not in traces]
+    if absent:
+        why = f"no trace of plan {absent[0]}"
+    elif case.manifest.plans["step"] == case.manifest.plans["full"]:
+        why = "nothing was decoded, step is the same plan as full"
+    elif traces["step"].meta.engine != traces[other].meta.engine:
+        why = "the two traces are of different engines"
+    if why is not None:
+        return _not_run(name, "step", limits.CACHED, f"not run: {why}")
+    at, rms = measure.difference(traces["step"], traces[other])
+    ratios = rms / yardstick.floors.cached[at]
+    return _by_position(case, name, "step", at, ratios, limits.CACHED)
+
+
+def cache_gates(yardstick: Yardstick, step: Trace | None) -> tuple[list[Gate], list[str]]:
+    """The gates on keys and values of the step plan, and what leaves the verdict open."""
+    case, largest = yardstick.case, yardstick.cache_largest
+    why, odd = _unread(yardstick, step)
+    if step is None or largest is None or why is not None:
+        gates = [
+            _not_run(name, "step", limit, f"not run: {why}")
+            for names in _OF_CACHE.values()
+            for name, limit in zip(names, _cache_limits(case), strict=True)
+        ]
+        return gates, odd
+    rms, _ = measure.cache_errors(step, case.truth)
+    return ratio_gates(case, rms / cache_floors(case, largest)), []
+
+
+def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
+    """The gates on keys and values, from their errors in floors (keys and values, layers, K, n).
+
+    Per layer and head, of which the worst decides: the median over positions, the 95th percentile,
+    and the worst row.
+    """
+    gates, (median, most, worst) = [], _cache_limits(case)
+    for names, of in zip(_OF_CACHE.values(), ratios, strict=True):
+        gates += [
+            _over_rows(names[0], of, np.median(of, axis=-1), median),
+            _over_rows(names[1], of, np.percentile(of, 95, axis=-1), most),
+            _in_cache(case, names[2], of[None], worst),
+        ]
+    return gates
+
+
+def _cache_limits(case: Case) -> tuple[float, float, float]:
+    median = limits.KV_MEDIAN_PACKED if case.manifest.packed else limits.KV_MEDIAN
+    return median, limits.KV_MOST, limits.KV_WORST
+
+
+def _unread(yardstick: Yardstick, step: Trace | None) -> tuple[str | None, list[str]]:
+    """Why keys and values cannot be measured, and what of that leaves the verdict open."""
+    case = yardstick.case
+    if yardstick.cache_largest is None:
+        return case.truth.meta.no_cache or "no keys in the oracle folder", []
+    if step is None or layers(step) == 0:
+        return "no trace of plan step" if step is None else "no keys in trace", []
+    odd = cache_reasons(step, case.truth)
+    # Of another architecture no layout of the cache is the standard; if it lost a row, logits tell.
+    return odd[0] if odd else None, odd if case.has_truth else []
+
+
+def _unproved(trace: Trace) -> str | None:
+    """Why a float64 run proves nothing."""
+    for name, error in sorted(trace.meta.probes.items()):
+        if not within(error, limits.PROBE):
+            what = f"float64 probe {name} is {error} off numpy"
+            return f"cannot tell: {what}, limit {limits.PROBE:.0e}"
+    return None if trace.meta.probes else "not run: no float64 probes in trace"
+
+
+def within(value: object, limit: float) -> bool:
+    """For values that a file brings: what is no number is not within its limit."""
+    return isinstance(value, int | float) and value <= limit
+
+
+def _algebra_gate(yardstick: Yardstick, plan: str, trace: Trace) -> Gate:
+    at, errors = measure.largest_error(trace, yardstick.case.truth)
+    ratios = errors / yardstick.truth.largest.max()
+    return _by_position(yardstick.case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA)
+
+
+def _algebra_cache_gate(yardstick: Yardstick, trace: Trace) -> tuple[Gate, list[str]]:
+    """Relative to each layer's largest key or value: layers differ by orders of magnitude."""
+    name, case, largest = GateName.ALGEBRA_CACHE, yardstick.case, yardstick.cache_largest
+    odd = cache_reasons(trace, case.truth)
+    if odd or largest is None:
+        why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
+        return _not_run(name, "step", limits.ALGEBRA, why), odd
+    _, errors = measure.cache_errors(trace, case.truth)
+    largest = np.maximum(largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
+    return _in_cache(case, name, errors / largest, limits.ALGEBRA), []
+
+
+def _over_rows(name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
+    """`ratios` (layers, K, n), and `over_n` (layers, K) made of them; the worst head decides."""
+    layer, head = (int(i) for i in np.unravel_index(int(np.argmax(over_n)), over_n.shape))
+    value, above = float(over_n[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
     first = int(above[0]) if not (value <= limit) else None
-    return Gate(name, "cache", "step", value, limit, layer=int(layer), head=int(head), first=first)
+    return Gate(name, name.scope, "step", value, limit, layer=layer, head=head, first=first)
 
 
-def in_cache(case: Case, name: str, scope: Scope, ratios: Floats, limit: float) -> Gate:
-    """`ratios` (kinds, layers, K, n), row by row; the worst row decides."""
-    _, layer, head, position = (
-        int(i) for i in np.unravel_index(int(np.argmax(ratios)), ratios.shape)
-    )
+def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
+    """`ratios` (kinds, layers, K, n); the worst row decides."""
+    worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
+    _, layer, head, position = (int(i) for i in worst)
     value, above = float(ratios.max()), np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2)))
-    first = int(above[0]) if len(above) else None
     return Gate(
-        name, scope, "step", value, limit, position, case.text(position), layer, head, first
+        name,
+        name.scope,
+        "step",
+        value,
+        limit,
+        position,
+        case.text(position),
+        layer,
+        head,
+        first=int(above[0]) if len(above) else None,
     )
 
 
-def by_position(
-    case: Case, name: str, scope: Scope, plan: str, at: Array, ratios: Floats, limit: float
+def _by_position(
+    case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
     """The worst of `ratios`, one per position in `at`."""
     worst = int(np.argmax(ratios))  # a NaN counts as the largest
-    above, position = at[~(ratios <= limit)], int(at[worst])
-    first = int(above[0]) if len(above) else None
-    return Gate(
-        name, scope, plan, float(ratios[worst]), limit, position, case.text(position), first=first
-    )
+    above, position, value = at[~(ratios <= limit)], int(at[worst]), float(ratios[worst])
+    first, text = int(above[0]) if len(above) else None, case.text(position)
+    return Gate(name, name.scope, plan, value, limit, position, text, first=first)
 
 
-def count(case: Case, name: str, plan: str, at: Array, wrong: Bools) -> Gate:
+def _count(case: Case, name: GateName, plan: str, at: Array, wrong: Bools) -> Gate:
     """How many positions are `wrong`; none may be."""
     first = int(at[wrong][0]) if wrong.any() else None
     text = case.text(first) if first is not None else None
-    return Gate(name, "logits", plan, float(wrong.sum()), 0.0, first, text, first=first)
+    return Gate(name, name.scope, plan, float(wrong.sum()), 0.0, first, text, first=first)
 
 
-def not_run(name: str, scope: Scope, plan: str, limit: float, reason: str) -> Gate:
+def _not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
     """A gate without a value, and why."""
-    return Gate(name, scope, plan, float("nan"), limit, reason=reason)
+    return Gate(name, name.scope, plan, float("nan"), limit, reason=reason)

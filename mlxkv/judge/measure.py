@@ -1,40 +1,41 @@
 """What a run is judged by: its distance from the truth, in float64, a block of rows at a time.
 
-Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order in a file; what comes
-back is in order of position. This module knows no limit and gives no verdict. Axes: R rows, V vocabulary, n positions,
-K key/value heads, D head_dim.
+Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order
+in a file; results are in order of position. This module knows no limit and gives no verdict.
+Axes: R rows, V vocabulary, n positions, K key/value heads, D head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.judge.case import CACHE, layers
+from mlxkv.judge.admission import layers
+from mlxkv.judge.case import CACHE
 from oracle.formats.errors import Refusal
+from oracle.formats.tensors import Array as Array
 from oracle.formats.trace import Trace
 
-Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_BLOCK = (
-    2**18
-)  # logits held at once: 2 MB in float64, so that a block's few passes stay in the processor's cache
-_DIGITS = {
-    "float32": (23, -126),
-    "float16": (10, -14),
-    "bfloat16": (7, -126),
-}  # mantissa bits, least exponent
+# Logits held at once: 2 MB in float64, so that the few passes over a block stay in the
+# processor's cache.
+_BLOCK = 2**18
+
+# Mantissa bits, and the exponent of the least normal number.
+_DIGITS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TruthRows:
-    """Per position of the truth, each (n,): the largest |logit|, its highest token and the margin to the next; five best (n, 5)."""
+    """Per position of the truth, each (n,): the largest |logit|, the best token and its margin.
+
+    `five` are the five best tokens, (n, 5), in no order.
+    """
 
     largest: Floats
     best: Array
@@ -44,7 +45,9 @@ class TruthRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measures:
-    """A run against the truth, each (R,): rms and peak of the error about its own mean, and that mean, the shift."""
+    """A run against the truth, each (R,): the shift, which is the row's mean error; rms and largest
+    absolute value (`peak`) of the error about it; and the run's own best token.
+    """
 
     positions: Array
     rms: Floats
@@ -54,7 +57,7 @@ class Measures:
 
     @property
     def finite(self) -> Bools:
-        """Whether the row held finite numbers only (with one that is not, the row's rms is not)."""
+        """Whether each row holds finite numbers only: if one is not finite, the rms is not."""
         return np.isfinite(self.rms)
 
 
@@ -62,9 +65,8 @@ def truth_rows(truth: Trace) -> TruthRows:
     """What the judge needs to know of the truth itself."""
     n, vocab = truth.logits.shape
     five = min(5, vocab)
-    rows = TruthRows(
-        np.empty(n), np.empty(n, np.int64), np.full(n, np.inf), np.empty((n, five), np.int64)
-    )
+    largest, best, margin = np.empty(n), np.empty(n, np.int64), np.full(n, np.inf)
+    rows = TruthRows(largest, best, margin, np.empty((n, five), np.int64))
     for part in blocks(n, vocab):
         t = truth.logits[part]
         rows.largest[part] = np.abs(t).max(1)
@@ -79,12 +81,8 @@ def truth_rows(truth: Trace) -> TruthRows:
 def measure(trace: Trace, truth: Trace, *, scale: float = 1.0) -> Measures:
     """rms, shift, peak of `trace` (times `scale`) against the truth, whose row i is position i."""
     order, positions, vocab = in_order(trace)
-    rms, shift, peak, best = (
-        np.empty(len(order)),
-        np.empty(len(order)),
-        np.empty(len(order)),
-        np.empty(len(order), np.int64),
-    )
+    rms, shift, peak = (np.empty(len(order)) for _ in range(3))
+    best = np.empty(len(order), np.int64)
     with np.errstate(invalid="ignore", over="ignore"):
         for part in blocks(len(order), vocab):
             x = trace.logits[order[part]]
@@ -109,7 +107,7 @@ def largest_error(trace: Trace, truth: Trace) -> tuple[Array, Floats]:
 
 
 def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
-    """The positions that both hold, and the rms over the vocabulary of a - b at each, not centred."""
+    """The positions that both hold, and at each the rms of a - b over V, not centred."""
     common = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
     rows_a, rows_b = rows_of(a, common), rows_of(b, common)
     rms = np.empty(len(common))
@@ -121,13 +119,14 @@ def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
 
 
 def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
-    """rms and max over head_dim of the cache's error, each (keys and values, layers, K, n)."""
+    """rms and max over D of the cache's error, each (keys and values, layers, K, n)."""
     found = []
     for layer in range(layers(truth)):
         mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
         if mine is None or its is None:
             raise Refusal(
-                f"{trace.label}: no keys or values of layer {layer}, expected both; ask `cache_reasons` first"
+                f"{trace.label}: no keys or values of layer {layer}, expected both; "
+                "write keys and values of every layer, or none"
             )
         with np.errstate(invalid="ignore", over="ignore"):
             e = np.stack(
@@ -138,7 +137,10 @@ def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
 
 
 def cache_largest(truth: Trace) -> Floats | None:
-    """The largest |value| of each row of the cache, (keys and values, layers, K, n); None where the trace has no cache."""
+    """The largest |value| of each row of the cache, (keys and values, layers, K, n).
+
+    None where the trace has no cache.
+    """
     pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
     rows = [
         np.stack([np.abs(array).max(-1) for array in pair]) for pair in pairs if pair is not None
@@ -147,7 +149,7 @@ def cache_largest(truth: Trace) -> Floats | None:
 
 
 def ulp(values: Floats, dtype: str) -> Floats:
-    """One unit in the last place of each value, in `dtype`; that of the least normal number below it."""
+    """One unit in the last place of each value in `dtype`, at least of its least normal one."""
     bits, least = _DIGITS[dtype]
     _, exponent = np.frexp(values)
     exponent = np.where(values == 0, least, np.maximum(exponent - 1, least))
@@ -166,12 +168,13 @@ def rows_of(trace: Trace, positions: Sequence[int]) -> Array:
     missing = [p for p in positions if p not in at]
     if missing:
         raise Refusal(
-            f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} positions; run the judged plan"
+            f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} "
+            "positions; run the judged plan"
         )
     return np.array([at[p] for p in positions], np.int64)
 
 
 def blocks(rows: int, vocab: int) -> Iterator[slice]:
-    """Slices of so many rows that a block stays small, and at least one."""
+    """Slices over all rows, each of a block of them: one row or more."""
     size = max(1, _BLOCK // max(vocab, 1))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

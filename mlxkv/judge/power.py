@@ -1,40 +1,36 @@
-"""What the arithmetic lane is worth in half precision: the seeded faults that it lets pass, measured by `mlxkv selftest`.
+"""Which known faults the run in half precision lets pass, as `mlxkv selftest` measured it.
 
-The measurement is a file of the package, `power.json`, by dtype: the limits of the day, and for each model the faults tried
-and those unseen. In a coarse dtype the noise hides more; what lane A finds in float64 lane B may not.
+The noise of a coarse dtype hides more, so what lane A (the port in float64) finds, lane B (the run
+in its own dtype) may not. The measurement is a file of the package, `power.json`: by dtype the
+limits that it was made with, and for each model the faults tried and those unseen.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oracle.formats import strict_json
 from oracle.formats.disk import write_text
-from oracle.formats.errors import Refusal
 
 FORMAT = "mlxkv-power/1"
 MEASURED = Path(__file__).with_name("power.json")
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    dtypes: dict[str, Any]
+
+
 def read(path: Path = MEASURED) -> dict[str, Any]:
     """The measurements by dtype; a Refusal where the file is not one."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Refusal(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); make it with `mlxkv selftest --power`"
-        ) from error
-    if (
-        not isinstance(value, dict)
-        or value.get("format") != FORMAT
-        or not isinstance(value.get("dtypes"), dict)
-    ):
-        raise Refusal(
-            f"{path}: expected {FORMAT!r} with dtypes; make it with `mlxkv selftest --power`"
-        )
-    return dict(value["dtypes"])
+    remedy = "make it with `mlxkv selftest --power`"
+    value = strict_json.read(path, remedy=remedy)
+    given = strict_json.of_format(value, FORMAT, where=path, remedy=remedy)
+    return strict_json.typed(given, _File, where=path, remedy=remedy).dtypes
 
 
 def write(
@@ -44,20 +40,15 @@ def write(
 
     `models` have a `fingerprint`, the number of `faults` and the names of those `unseen`.
     """
-    dtypes = (read(path) if path.exists() else {}) | {
-        dtype: {"limits": dict(limits), "models": models}
-    }
-    write_text(
-        path,
-        json.dumps(
-            {"format": FORMAT, "dtypes": dtypes}, indent=1, sort_keys=True, ensure_ascii=False
-        )
-        + "\n",
-    )
+    dtypes = read(path) if path.exists() else {}
+    dtypes[dtype] = {"limits": dict(limits), "models": models}
+    value = {"format": FORMAT, "dtypes": dtypes}
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)
+    write_text(path, f"{text}\n")
 
 
 def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -> str | None:
-    """How much lane B is worth in this dtype, in one line; None where it is the dtype that the limits were made for."""
+    """What lane B lets pass in this dtype, in one line; None in float32, where the limits hold."""
     if dtype == "float32":
         return None
     how = f"`mlxkv selftest --dtype {dtype} --power FILE` measures it"
@@ -67,7 +58,7 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
     names = list(dict.fromkeys(name for model in models.values() for name in model["unseen"]))
     always = [name for name in names if all(name in model["unseen"] for model in models.values())]
     sometimes = [name for name in names if name not in always]
-    said = f"in {dtype} lane B alone lets {len(names)} of {max(m['faults'] for m in models.values())} seeded faults pass"
+    tried = max(model["faults"] for model in models.values())
     parts = [f"on every model: {', '.join(always)}"] if always else []
     parts += [f"on some: {', '.join(sometimes)}"] if sometimes else []
     changed = [
@@ -78,4 +69,5 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
         if changed
         else ""
     )
-    return f"{said} ({'; '.join([*parts, 'measured on ' + ', '.join(models)])}){old}"
+    where = "; ".join([*parts, "measured on " + ", ".join(models)])
+    return f"in {dtype} lane B alone lets {len(names)} of {tried} seeded faults pass ({where}){old}"

@@ -1,10 +1,14 @@
-"""What judging found: gates, controls, the verdict, and the verdict as JSON. No limit lives here and nothing is measured."""
+"""What judging found: gates, controls, the verdict, and the verdict as JSON.
+
+No limit lives here and nothing is measured.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 from mlxkv.judge.delta import Figures, Tables
@@ -15,20 +19,51 @@ FORMAT = "mlxkv-verdict/1"
 Outcome = Literal["agree", "differ", "cannot tell"]
 Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
+EXIT_CODES: dict[Outcome, int] = {"agree": 0, "differ": 1, "cannot tell": 2}
 HINT = (
-    "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the "
-    "mask's offset; later a stale or lost cache row; `mlxkv locate` says where"
+    "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; "
+    "a chunk's start index_pos or the mask's offset; later a stale or lost cache row; "
+    "`mlxkv locate` says where"
 )
+
+
+class GateName(StrEnum):
+    """The gates, in the order in which they are shown. The value is what reports call the gate."""
+
+    ALGEBRA = "algebra (float64)"
+    ALGEBRA_CACHE = "algebra, cache"
+    FINITE = "finite"
+    SIGMA = "sigma"
+    WORST = "worst position"
+    PEAK = "peak"
+    SHIFT = "shift"
+    FLIPS = "decisive flips"
+    CACHED = "cached against uncached"
+    KEYS_MEDIAN = "keys median"
+    KEYS_MOST = "keys 95%"
+    KEYS_WORST = "keys worst row"
+    VALUES_MEDIAN = "values median"
+    VALUES_MOST = "values 95%"
+    VALUES_WORST = "values worst row"
+
+    @property
+    def scope(self) -> Scope:
+        """What it speaks of: the float64 runs, or in the run's dtype the logits or the cache."""
+        if self in (GateName.ALGEBRA, GateName.ALGEBRA_CACHE):
+            return "algebra"
+        of_cache = self == GateName.CACHED or self.startswith(("keys", "values"))
+        return "cache" if of_cache else "logits"
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One limit on one plan. `position` is where the value was found, `first` the first position above its limit.
+    """One limit on one plan.
 
-    A gate that could not run has a `reason` and a value of NaN; it neither passes nor fails.
+    `position` is where the value was found, `first` the first position above the limit. A gate that
+    could not run has a `reason` and a value of NaN; it neither passes nor fails.
     """
 
-    name: str
+    name: GateName
     scope: Scope
     plan: str
     value: float
@@ -53,13 +88,13 @@ class Gate:
     @property
     def headroom(self) -> float:
         """How many times the value fits under the limit; NaN where that says nothing."""
-        return (
-            self.limit / self.value if self.ran and self.value > 0 and self.limit > 0 else math.nan
-        )
+        if not self.ran or not (self.value > 0 and self.limit > 0):
+            return math.nan
+        return self.limit / self.value
 
     @property
     def badness(self) -> float:
-        """For finding the worst of several: value over limit, and -1 for a gate that did not run."""
+        """Value over limit, to find the worst of several gates; -1 for a gate that did not run."""
         if not self.ran:
             return -1.0
         if math.isnan(self.value):
@@ -69,7 +104,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A run whose verdict is known beforehand, judged by the same code."""
+    """A run whose verdict is known beforehand, judged by the code that judges the candidate."""
 
     name: str
     expected: str
@@ -89,19 +124,28 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """Errors by layer and position, (layers, n); `unit` says in what. None: not finite."""
+
+    unit: str
+    limit: float
+    values: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FirstWrong:
     """The first position above a per-position limit, over all plans."""
 
     position: int
     token: str | None
     plan: str
-    gate: str
+    gate: GateName
     layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The usual mistake, in words, against whose truth the delta vanishes, and the sigma that is left of it."""
+    """The usual mistake that explains a difference, and the sigma left against a truth with it."""
 
     name: str
     words: str
@@ -110,7 +154,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was judged: whose run, of which model, over how many tokens."""
+    """What was judged: whose run, of which model, over which tokens."""
 
     engine: str
     engine_version: str
@@ -125,9 +169,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome and all that it stands on. `scopes` are those of which every gate ran; `plans` those compared.
+    """The outcome and all that it stands on.
 
-    `against` is the truth, or where there is none transformers itself: then "agree" says no more than that.
+    `scopes` are those of which every gate ran; `plans` those compared. `against` is the truth, or
+    where there is none transformers itself, and then "agree" says no more than that.
     """
 
     outcome: Outcome
@@ -150,7 +195,7 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """As diff(1): 0 agree, 1 differ, 2 cannot tell."""
-        return {"agree": 0, "differ": 1, "cannot tell": 2}[self.outcome]
+        return EXIT_CODES[self.outcome]
 
     @property
     def hint(self) -> str | None:
@@ -160,43 +205,30 @@ class Verdict:
     @property
     def worst(self) -> tuple[Gate, ...]:
         """Of each gate the plan that did worst, in the order of the gates."""
-        names = list(dict.fromkeys(g.name for g in self.gates))
-        return tuple(
-            max((g for g in self.gates if g.name == name), key=lambda g: g.badness)
-            for name in names
-        )
+        worst: dict[GateName, Gate] = {}
+        for gate in self.gates:
+            if gate.name not in worst or gate.badness > worst[gate.name].badness:
+                worst[gate.name] = gate
+        return tuple(worst.values())
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null."""
-        gates = [
-            asdict(g) | {"ran": g.ran, "failed": g.failed, "headroom": g.headroom}
-            for g in self.gates
-        ]
-        tables = {
-            name: [asdict(p) for p in pairs]
-            for name, pairs in (("cached", self.tables.cached), ("chunked", self.tables.chunked))
-        }
-        value = {
-            "format": FORMAT,
-            "outcome": self.outcome,
-            "exit_code": self.exit_code,
-            "against": self.against,
-            "scopes": self.scopes,
-            "plans": self.plans,
-            "subject": asdict(self.subject),
-            "gates": gates,
-            "controls": [asdict(c) for c in self.controls],
-            "reasons": self.reasons,
-            "notes": self.notes,
-            "first_wrong": asdict(self.first_wrong) if self.first_wrong else None,
-            "hint": self.hint,
-            "cause": asdict(self.cause) if self.cause else None,
-            "figures": [asdict(f) for f in self.figures],
-            "tables": tables,
-            "distinct_members": self.distinct,
-            "by_position": {"floor": self.floor, "rms": [asdict(c) for c in self.curves]},
-        }
-        return dict(plain(value))
+        value = asdict(self)
+        curves, floor, distinct = (value.pop(key) for key in ("curves", "floor", "distinct"))
+        return dict(
+            plain(
+                {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
+                | value
+                | {
+                    "gates": [
+                        asdict(g) | {"ran": g.ran, "failed": g.failed, "headroom": g.headroom}
+                        for g in self.gates
+                    ],
+                    "distinct_members": distinct,
+                    "by_position": {"floor": floor, "rms": curves},
+                }
+            )
+        )
 
 
 def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
@@ -216,7 +248,7 @@ def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
 
 
 def join(outcomes: Iterable[Outcome]) -> Outcome:
-    """Of several prompts or plans: one that differs decides, then one that cannot be told; none at all cannot be told."""
+    """Of several verdicts: one that differs decides, then one that cannot tell, as does none."""
     found = set(outcomes)
     if "differ" in found:
         return "differ"

@@ -1,24 +1,26 @@
-"""The error of each plan position by position, beside the floor and the limit, and of each layer as a strip, as SVG.
+"""Errors as SVG: of each plan by position, beside floor and limit; of each layer as a strip.
 
-matplotlib is imported when a plot is asked for. The text carries no date and a fixed hash salt: the same numbers give
-the same file.
+matplotlib is imported when a plot is asked for. The text carries no date and a fixed hash salt, so
+the same numbers give the same file.
 """
 
 from __future__ import annotations
 
 import io
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from mlxkv.commands.locate.place import Strip
-from mlxkv.judge.result import Curve
+from mlxkv.judge.result import Curve, Strip
 from mlxkv.report.text import power, quoted
 from oracle.formats.errors import Refusal
 
-# Okabe and Ito's colours, told apart by colour-blind readers; marker and dash tell the lines apart without any colour.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dash tell the lines
+# apart without any colour.
 _LOOKS = (
     ("#0072B2", "o", "-"),
     ("#D55E00", "s", "--"),
@@ -36,17 +38,27 @@ _MOST_COLUMNS = 120  # of a strip: more positions share a column, which shows th
 _DECADES = (-17, 4)  # of its colours; what is outside has the last one's
 
 
-def load() -> tuple[Any, Any, Any]:
-    """matplotlib and its two classes used here; more than a second, which a caller may spend while it waits."""
+def load() -> Any:
+    """matplotlib, with its SVG canvas; a Refusal where it is not installed."""
     try:
         import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure
     except ImportError as error:
         raise Refusal(
             "plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'"
         ) from error
-    return matplotlib, FigureCanvasSVG, Figure
+    return matplotlib
+
+
+def load_aside() -> None:
+    """Begins to import matplotlib in a thread, which takes a second that a caller may wait out."""
+
+    def work() -> None:
+        with suppress(Refusal):  # it is said when a plot is asked for
+            load()
+
+    threading.Thread(target=work, daemon=True).start()
 
 
 def error_by_position(
@@ -57,44 +69,25 @@ def error_by_position(
     texts: Sequence[str] = (),
     title: str = "Error by position",
 ) -> str:
-    """`floor` has a value for each position; `limit` is in floors. `texts`, the tokens, stand below up to 40 positions."""
-    matplotlib, FigureCanvasSVG, Figure = load()
-    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # glyphs missing from the font that only measures the text
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
-        FigureCanvasSVG(figure)
+    """The curves over the floor, which has a value for each position; `limit` is in floors.
+
+    `texts` are the tokens, which stand below up to 40 positions.
+    """
+    with _figure(9, 4.5) as figure:
         axes, at = figure.add_subplot(), np.arange(len(floor))
         axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
-        axes.plot(
-            at,
-            np.multiply(floor, limit),
-            color="#000000",
-            linewidth=1,
-            label=f"limit, {limit:g} floors",
-        )
+        above, label = np.multiply(floor, limit), f"limit, {limit:g} floors"
+        axes.plot(at, above, color="#000000", linewidth=1, label=label)
         for i, curve in enumerate(curves):
             color, marker, line = _LOOKS[i % len(_LOOKS)]
             size = 4 if len(floor) <= _MOST_TOKENS else 0
             rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
-            axes.plot(
-                curve.positions,
-                rms,
-                color=color,
-                marker=marker,
-                linestyle=line,
-                markersize=size,
-                linewidth=1.2,
-                label=curve.plan,
-            )
-        axes.set(
-            title=title,
-            ylabel="rms error against float64 (logits)",
-            yscale="log",
-            xlim=(-0.5, len(floor) - 0.5),
-        )
-        # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is read as such.
+            looks = {"color": color, "marker": marker, "linestyle": line, "markersize": size}
+            axes.plot(curve.positions, rms, linewidth=1.2, label=curve.plan, **looks)
+        axes.set(title=title, ylabel="rms error against float64 (logits)", yscale="log")
+        axes.set(xlim=(-0.5, len(floor) - 0.5))
+        # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is
+        # read as such.
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.yaxis.set_minor_formatter(lambda *_: "")
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
@@ -110,60 +103,64 @@ def heat_strip(
     at: tuple[int, int] | None = None,
     title: str = "Error by layer",
 ) -> str:
-    """A strip of colours, layers upwards and positions to the right; `at`, a layer and a position, is outlined.
+    """A strip of colours, layers upwards and positions to the right, one colour to a decade.
 
-    What is not finite is grey. One colour to a decade; the limit stands in the title of the colours.
+    `at`, a layer and a position, is outlined. What is not finite is grey.
     """
-    matplotlib, FigureCanvasSVG, Figure = load()
     values = np.array(strip.values, np.float64)  # None becomes NaN
-    (layers, n), (low, high) = values.shape, _DECADES
-    size = -(-n // _MOST_COLUMNS)
-    starts = np.arange(0, n, size)
+    layers, n = values.shape
+    starts = np.arange(0, n, -(-n // _MOST_COLUMNS))
+    edges = np.append(starts, n) - 0.5
     # A column that holds one value that is not finite is not finite.
-    shown = np.clip(np.maximum.reduceat(values, starts, axis=1), 10.0**low, 0.999 * 10.0**high)
-    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        figure = Figure(figsize=(9, min(8.0, 2.5 + 0.18 * layers)), layout="constrained")
-        FigureCanvasSVG(figure)
+    columns = np.maximum.reduceat(values, starts, axis=1)
+    with _figure(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
         axes = figure.add_subplot(facecolor="#BBBBBB")
-        decades = [10.0**i for i in range(low, high + 1)]
-        norm = matplotlib.colors.BoundaryNorm(decades, 256)
-        edges = np.append(starts, n) - 0.5
-        mesh = axes.pcolormesh(
-            edges,
-            np.arange(layers + 1) - 0.5,
-            np.ma.masked_invalid(shown),
-            norm=norm,
-            cmap="cividis",
-            edgecolors="face",
-            linewidth=0.2,
-        )
-        bar = figure.colorbar(
-            mesh, ax=axes, ticks=decades[::3], format=lambda value, _: power(value)
-        )
-        bar.set_label(f"limit {power(strip.limit)}")
+        _colours(figure, axes, columns, edges, strip.limit)
         if at is not None:
             x = int(np.searchsorted(starts, at[1], side="right")) - 1
             corner, wide = (edges[x], at[0] - 0.5), edges[x + 1] - edges[x]
-            axes.add_patch(
-                matplotlib.patches.Rectangle(
-                    corner, wide, 1, fill=False, edgecolor="#D55E00", linewidth=2
-                )
-            )
+            looks = {"fill": False, "edgecolor": "#D55E00", "linewidth": 2}
+            axes.add_patch(load().patches.Rectangle(corner, wide, 1, **looks))
         axes.set(title=title, ylabel="layer")
         axes.yaxis.get_major_locator().set_params(integer=True)
         _label_positions(axes, n, texts)
         return _svg(figure)
 
 
+def _colours(figure: Any, axes: Any, columns: Any, edges: Any, limit: float) -> None:
+    """The strip itself, and the bar that says what its colours mean."""
+    low, high = _DECADES
+    decades = [10.0**i for i in range(low, high + 1)]
+    clipped = np.clip(columns, 10.0**low, 0.999 * 10.0**high)
+    mesh = axes.pcolormesh(
+        edges,
+        np.arange(len(columns) + 1) - 0.5,
+        np.ma.masked_invalid(clipped),
+        norm=load().colors.BoundaryNorm(decades, 256),
+        cmap="cividis",
+        edgecolors="face",
+        linewidth=0.2,
+    )
+    bar = figure.colorbar(mesh, ax=axes, ticks=decades[::3], format=lambda value, _: power(value))
+    bar.set_label(f"limit {power(limit)}")
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[Any]:
+    """A figure in inches, under our settings."""
+    matplotlib = load()
+    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        # Glyphs are missing from the font, which only measures the text.
+        warnings.simplefilter("ignore", UserWarning)
+        figure = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+        matplotlib.backends.backend_svg.FigureCanvasSVG(figure)
+        yield figure
+
+
 def _label_positions(axes: Any, n: int, texts: Sequence[str]) -> None:
     if len(texts) == n <= _MOST_TOKENS:
-        axes.set_xticks(
-            np.arange(n),
-            [f"{quoted(text)} {i}" for i, text in enumerate(texts)],
-            rotation=90,
-            fontsize=8,
-        )
+        labels = [f"{quoted(text)} {i}" for i, text in enumerate(texts)]
+        axes.set_xticks(np.arange(n), labels, rotation=90, fontsize=8)
         axes.set_xlabel("token and position")
     else:
         axes.set_xlabel("position")

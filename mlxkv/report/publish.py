@@ -1,4 +1,4 @@
-"""From rendered files to a folder: claimed before any work is done for it, and filled all at once."""
+"""From rendered files to a folder, which is claimed before the work and filled all at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from oracle.formats import disk
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command has to say: its files by name, in the order in which they are renamed; the text for a terminal;
+    """What a command has to say: its files by name, the text for a terminal, what `--json` prints
+    instead, and the exit code.
 
-    what `--json` prints instead; the exit code. `stale` are names of files that an earlier run may have left.
+    The files are renamed into place in the order given. `stale` are names of files that an earlier
+    run may have left, to be removed.
     """
 
     files: Mapping[str, str]
@@ -27,7 +29,7 @@ class Report:
 
 
 def publish(out: Path, make: Callable[[], Report]) -> Report:
-    """Makes a report and writes its files into `out`, which is claimed before the work for it begins."""
+    """Makes a report and writes its files into `out`, which is claimed before the work."""
     claim(out)
     report = make()
     write(out, report.files)
@@ -37,7 +39,7 @@ def publish(out: Path, make: Callable[[], Report]) -> Report:
 
 
 def claim(folder: Path) -> None:
-    """Proves that the output folder can be made and written, before any work is done for it; leaves nothing behind."""
+    """Proves that the output folder can be made and written; leaves nothing behind."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +56,7 @@ def claim(folder: Path) -> None:
 def write(folder: Path, files: Mapping[str, str]) -> None:
     """Text files by their names below `folder`: all of them or, where one cannot be written, none.
 
-    They are renamed in the order given; one that links to others comes after them.
+    They are renamed in the order given, so a file that links to others should come after them.
     """
     with ExitStack() as stack:
         parts = [(stack.enter_context(disk.part(folder / name)), folder / name) for name in files]

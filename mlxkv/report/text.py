@@ -19,10 +19,9 @@ def pretty(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """A token or a prompt in quotes; what cannot be printed is escaped, so that no text can steer a terminal."""
-    return "".join(
-        c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False)
-    )
+    """Text in quotes; what cannot be printed is escaped, so that none can steer a terminal."""
+    plain = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in plain)
 
 
 def code(text: str) -> str:
@@ -52,16 +51,21 @@ def ordered(value: float, limit: float) -> tuple[str, str]:
     if math.isnan(value) or limit == 0:
         return f"{value:g}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
     for digits in range(2, 18):
-        if limit < 1e-3:
-            shown = f"{value:.{digits - 1}e}", f"{limit:g}"
-        else:
-            shown = (
-                f"{value:.{digits}f}" if value < 1e5 else f"{value:.{digits}e}",
-                f"{limit:.{digits}f}",
-            )
+        shown = _digits(value, limit, digits)
         if _order(float(shown[0]), float(shown[1])) == _order(value, limit):
             break
     return shown
+
+
+def _digits(value: float, limit: float, digits: int) -> tuple[str, str]:
+    if limit < 1e-3:
+        return f"{value:.{digits - 1}e}", f"{limit:g}"
+    kind = "f" if value < 1e5 else "e"
+    return f"{value:.{digits}{kind}}", f"{limit:.{digits}f}"
+
+
+def _order(a: float, b: float) -> int:
+    return (a > b) - (a < b)
 
 
 def headroom(gate: Gate) -> str:
@@ -69,15 +73,10 @@ def headroom(gate: Gate) -> str:
     times = gate.headroom
     if math.isnan(times):
         return "-"
-    return (
-        f"{times:.0f}x"
-        if times >= 10
-        else f"{times:.1f}x"
-        if times >= 0.1
-        else f"{times:.2f}x"
-        if times >= 0.01
-        else "<0.01x"
-    )
+    if times < 0.01:
+        return "<0.01x"
+    digits = 0 if times >= 10 else 1 if times >= 0.1 else 2
+    return f"{times:.{digits}f}x"
 
 
 def where(gate: Gate) -> str:
@@ -86,9 +85,8 @@ def where(gate: Gate) -> str:
         return gate.reason
     parts = [f"layer {gate.layer} head {gate.head}"] if gate.layer is not None else []
     if gate.position is not None:
-        parts.append(
-            f"pos {gate.position}" + (f" {quoted(gate.token)}" if gate.token is not None else "")
-        )
+        token = f" {quoted(gate.token)}" if gate.token is not None else ""
+        parts.append(f"pos {gate.position}{token}")
     return " ".join(parts) or "-"
 
 
@@ -101,27 +99,21 @@ def gate_cells(gate: Gate) -> list[str]:
 def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
     """Aligned lines for a terminal; columns not in `left` are right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]
+    return ["  ".join(_aligned(row, widths, left)).rstrip() for row in [head, *rows]]
 
 
 def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
     """A Markdown table, aligned in its source too."""
     widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
     rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    lines = [
-        [
-            c.ljust(w) if i in left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(r, widths, strict=True))
-        ]
-        for r in [head, rule, *rows]
+    return [f"| {' | '.join(_aligned(row, widths, left))} |" for row in [head, rule, *rows]]
+
+
+def _aligned(row: Row, widths: Sequence[int], left: set[int]) -> list[str]:
+    return [
+        cell.ljust(width) if i in left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -139,9 +131,8 @@ def side_by_side(sides: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list
     names = list(dict.fromkeys(name for _, rows in sides for name, _ in rows))
     values = [dict(rows) for _, rows in sides]
     cells = [[name, *(_cell(value.get(name, "-")) for value in values)] for name in names]
-    return markdown_table(
-        ("", *(title for title, _ in sides)), cells, left=set(range(len(sides) + 1))
-    )
+    head = ("", *(title for title, _ in sides))
+    return markdown_table(head, cells, left=set(range(len(head))))
 
 
 def _value(value: Any) -> str:
@@ -152,7 +143,3 @@ def _value(value: Any) -> str:
 
 def _cell(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")
-
-
-def _order(a: float, b: float) -> int:
-    return (a > b) - (a < b)

@@ -107,7 +107,9 @@ def test_an_error_is_a_refusal_unless_rows_before_it_were_wrong() -> None:
     assert see(run((), error=Refusal("cannot be expressed"), rows=0)).behaviour == REFUSED
     assert see(run((), error=Inexpressible("index_pos 0"), rows=0)).behaviour == NO
     assert see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2)).behaviour == REFUSED
-    assert see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2, off={1: 1e3})).behaviour == WRONG
+    assert (
+        see(run(TOKENS[:2], error=Refusal("cache: full"), rows=2, off={1: 1e3})).behaviour == WRONG
+    )
 
 
 def test_no_row_and_no_error_is_not_right() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import models
 import numpy as np
 import own_llama
 import pytest
+from command import Done, mlxkv
 
 from mlxkv.engines import own as custom
 from oracle.formats.errors import Refusal
@@ -22,14 +21,11 @@ OWN = Path(own_llama.__file__)
 SEQUENCE = models.SEQUENCE
 
 
-def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
+def compare(*arguments: str | Path, **environment: str) -> Done:
+    return mlxkv("compare", *arguments, env=environment)
 
 
-def refused(done: subprocess.CompletedProcess[str], line: str) -> None:
+def refused(done: Done, line: str) -> None:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     last = [shown for shown in done.stderr.splitlines() if shown.startswith("error: ")]
     assert last == [f"error: {line}"], done.stderr

@@ -1,4 +1,4 @@
-"""The strict door, the distances from the truth, the floors, and the distances between two traces."""
+"""What is admitted, the distances from the truth, the floors, and the distances between two traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from synthetic import (
 )
 
 from mlxkv.judge import measure as measuring
-from mlxkv.judge.case import Case, asked, by_plan, cache_reasons, case_reasons, door, read_case
+from mlxkv.judge.admission import asked, by_plan, cache_reasons, case_reasons, trace_reasons
+from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.delta import figures, page_tables, pair, three_way
 from mlxkv.judge.floors import logit_floors
 from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, ulp
@@ -88,31 +89,36 @@ BAD: dict[str, tuple[Callable[[Trace], Trace], str]] = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_the_door_names_what_cannot_be_compared(fault: str) -> None:
+def test_what_cannot_be_compared_is_named(fault: str) -> None:
     change, expected = BAD[fault]
-    reasons = door(change(STEP), "step", CASE, dtype="float32")
+    reasons = trace_reasons(change(STEP), "step", CASE, dtype="float32")
     assert expected in " / ".join(reasons)
     assert all("\n" not in reason for reason in reasons)
 
 
-def test_the_door_lets_every_correct_run_in_and_one_that_does_not_declare_its_weights() -> None:
+def test_every_correct_run_is_admitted_and_one_that_does_not_declare_its_weights() -> None:
     undeclared = replace(STEP, meta=replace(STEP.meta, fingerprint=None))
-    assert [door(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()] == [
+    assert [
+        trace_reasons(t, name, CASE, dtype="float32") for name, t in make_candidates(CASE).items()
+    ] == [
         [],
         [],
         [],
         [],
     ]
-    assert door(undeclared, "step", CASE, dtype="float32") == []
+    assert trace_reasons(undeclared, "step", CASE, dtype="float32") == []
 
 
 def test_rows_of_the_last_tokens_are_enough_and_for_chunked_the_earlier_chunks_end_too() -> None:
     chunked = make_candidates(CASE)["chunked"]
-    assert door(rows(STEP, ALL[PROMPT - 1 :]), "step", CASE, dtype="float32") == []
-    assert door(rows(chunked, [2, *ALL[PROMPT - 1 :]]), "chunked", CASE, dtype="float32") == []
+    assert trace_reasons(rows(STEP, ALL[PROMPT - 1 :]), "step", CASE, dtype="float32") == []
+    assert (
+        trace_reasons(rows(chunked, [2, *ALL[PROMPT - 1 :]]), "chunked", CASE, dtype="float32")
+        == []
+    )
     assert (
         "no row for position 2"
-        in door(rows(chunked, ALL[PROMPT - 1 :]), "chunked", CASE, dtype="float32")[0]
+        in trace_reasons(rows(chunked, ALL[PROMPT - 1 :]), "chunked", CASE, dtype="float32")[0]
     )
     assert asked(plans()["chunked"]) == {2, *range(4, 24)}
 
@@ -120,7 +126,7 @@ def test_rows_of_the_last_tokens_are_enough_and_for_chunked_the_earlier_chunks_e
 def test_a_failed_step_is_named_beside_the_rows_that_it_cost() -> None:
     outcomes = [trace_file.Outcome(), trace_file.Outcome(error="out of memory")]
     failed = replace(rows(STEP, ALL[:9]), meta=replace(STEP.meta, outcomes=outcomes))
-    assert door(failed, "step", CASE, dtype="float32")[0].endswith(
+    assert trace_reasons(failed, "step", CASE, dtype="float32")[0].endswith(
         "expected 20 rows; its step 1 failed: out of memory"
     )
 
@@ -128,7 +134,7 @@ def test_a_failed_step_is_named_beside_the_rows_that_it_cost() -> None:
 def test_a_float64_run_stored_in_float32_is_refused() -> None:
     assert (
         "stored as float32, expected float64"
-        in door(
+        in trace_reasons(
             replace(STEP, meta=replace(STEP.meta, dtype="float64")), "step", CASE, dtype="float64"
         )[0]
     )
@@ -137,7 +143,7 @@ def test_a_float64_run_stored_in_float32_is_refused() -> None:
 def test_a_plan_that_is_not_judged_is_named() -> None:
     assert (
         "plan 'greedy' is not judged here, expected one of chunked, full, prefixes, step"
-        in door(STEP, "greedy", CASE, dtype="float32")[0]
+        in trace_reasons(STEP, "greedy", CASE, dtype="float32")[0]
     )
 
 

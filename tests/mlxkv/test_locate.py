@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import command
 import mlx.core as mx
 import models
 import numpy as np
 import pytest
+from command import Done, torch_python
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
@@ -47,25 +48,9 @@ def make(
     folder: Path, model: Path, *, taps: tuple[str, ...] = TAPS, env: dict[str, str] | None = None
 ) -> Path:
     tokens = ",".join(map(str, PROMPT))
-    command = [
-        sys.executable,
-        "-m",
-        "oracle",
-        "run",
-        str(model),
-        "--tokens",
-        tokens,
-        "--steps",
-        "7",
-        "--out",
-        str(folder),
-    ]
-    subprocess.run(
-        [*command, "--threads", "1", "--taps", ",".join(taps)],
-        check=True,
-        capture_output=True,
-        env=os.environ | (env or {}),
-    )
+    options = ["--tokens", tokens, "--steps", "7", "--threads", "1", "--taps", ",".join(taps)]
+    command = torch_python("-m", "oracle", "run", str(model), *options, "--out", str(folder))
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | (env or {}))
     return folder
 
 
@@ -678,13 +663,8 @@ def test_a_folder_without_a_tap_never_passes_for_one_with_it(
 # The command.
 
 
-def mlxkv(
-    *arguments: str | Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", "locate", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {})
-    )
+def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
+    return command.mlxkv("locate", *arguments, env=env)
 
 
 def test_the_command_says_that_nothing_stands_out(

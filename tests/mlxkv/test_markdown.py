@@ -12,14 +12,9 @@ from synthetic import meta, plans
 
 from mlxkv.judge.delta import Figures, Pair, Run, Tables
 from mlxkv.judge.result import Control, FirstWrong, Gate, Subject, Verdict
-from mlxkv.report.page import (
-    Continuation,
-    compare_report,
-    console_report,
-    oracle_side,
-    sentence,
-    side,
-)
+from mlxkv.report.page import markdown
+from mlxkv.report.phrases import oracle_side, sentence, side
+from mlxkv.report.terminal import console
 from mlxkv.report.text import (
     clip,
     code,
@@ -107,30 +102,28 @@ SIDES = (
 
 
 def test_the_terminal_shows_it_whole() -> None:
-    assert (
-        console_report(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
-    )
+    assert console(VERDICT, MANIFEST, sides=SIDES, report="mlxkv-report/compare.md") == CONSOLE
 
 
 def test_the_markdown_holds_it_whole() -> None:
     third = (Pair(Run("candle", "step"), PORT, 7e-5, 1e-5, 2e-5, 1e-5, 20, 20, 38.246),)
-    text = compare_report(
+    text = markdown(
         VERDICT,
         MANIFEST,
         sides=SIDES,
         commands=["mlxkv compare --steps 20"],
-        continuation=Continuation((7042, 30, 198), " Paris.\n"),
+        continuation=((7042, 30, 198), " Paris.\n"),
         svg="compare.svg",
         third=third,
-        page=True,
+        page_values=True,
     )
     assert text == MARKDOWN
 
 
 def test_the_same_verdict_gives_the_same_text() -> None:
     texts = {
-        console_report(VERDICT, MANIFEST, sides=SIDES)
-        + compare_report(VERDICT, MANIFEST, sides=SIDES, commands=[])
+        console(VERDICT, MANIFEST, sides=SIDES)
+        + markdown(VERDICT, MANIFEST, sides=SIDES, commands=[])
         for _ in range(3)
     }
     assert len(texts) == 1
@@ -156,7 +149,7 @@ def test_a_difference_names_its_gates_and_the_first_wrong_position() -> None:
     assert sentence(DIFFERS) == (
         'differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)'
     )
-    assert console_report(DIFFERS, MANIFEST, sides=SIDES, report="r.md") == DIFFERENT
+    assert console(DIFFERS, MANIFEST, sides=SIDES, report="r.md") == DIFFERENT
 
 
 def test_a_doubt_says_why() -> None:
@@ -171,20 +164,20 @@ def test_a_doubt_says_why() -> None:
     )
     assert sentence(doubt) == "cannot tell: a: wrong (and 1 more)"
     assert sentence(replace(doubt, reasons=())) == "cannot tell: no gate could run"
-    assert console_report(doubt, MANIFEST, sides=SIDES).splitlines()[2:] == [
+    assert console(doubt, MANIFEST, sides=SIDES).splitlines()[2:] == [
         "",
         "cannot tell: a: wrong",
         "cannot tell: b: wrong",
         "cannot tell",
     ]
-    assert "- a: wrong\n- b: wrong" in compare_report(doubt, MANIFEST, sides=SIDES, commands=[])
+    assert "- a: wrong\n- b: wrong" in markdown(doubt, MANIFEST, sides=SIDES, commands=[])
 
 
 def test_a_prompt_of_one_token_given_as_ids_has_no_chunked_proof() -> None:
     one = replace(
         MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"}
     )
-    assert console_report(VERDICT, one, sides=SIDES).splitlines()[1] == (
+    assert console(VERDICT, one, sides=SIDES).splitlines()[1] == (
         '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-8'
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,14 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from command import Done, mlxkv, torch_python
 
-from mlxkv.commands.compare import session
+from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.run import run
 from mlxkv.commands.locate.place import locate
-from mlxkv.judge import mean, measure
-from mlxkv.judge.case import by_plan, read_case
+from mlxkv.judge import floors, measure
+from mlxkv.judge.admission import by_plan
+from mlxkv.judge.case import read_case
 from mlxkv.judge.result import Gate, Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.report import page as markdown
+from mlxkv.report.phrases import sentence
 from mlxkv.testing import assert_agrees
 from oracle.formats import run_folder, trace
 from oracle.formats.disk import alone
@@ -36,7 +38,7 @@ POOL = "the mean of transformers' own runs (sdpa-full, sdpa-step, eager-full, ea
 FOLLOW = """
 import sys
 from pathlib import Path
-from mlxkv import runtime
+from mlxkv.engines import machine as runtime
 from mlxkv.engines import mlx_lm
 from mlxkv.engines.job import read
 found = runtime.prepare("cpu")
@@ -52,9 +54,7 @@ def made(room: Path) -> Path:
     place = room / "neighbours"
     with alone(room / "neighbours.lock", waiting=lambda: None):
         if not (place / "runs" / "windowed" / "manifest.json").exists():
-            subprocess.run(
-                [sys.executable, str(MAKER), str(place)], check=True, capture_output=True
-            )
+            subprocess.run(torch_python(str(MAKER), str(place)), check=True, capture_output=True)
     return place
 
 
@@ -147,7 +147,7 @@ def test_mlx_lm_agrees_with_transformers(verdict_on: Callable[[str], Verdict], n
     assert verdict.controls[0].name == "eager-step, held out"
     assert verdict.controls[1].value > 100
     assert verdict.distinct == (3 if name == "gemma2" else 5)
-    assert markdown.sentence(verdict) == "agrees with transformers (logits, cache)"
+    assert sentence(verdict) == "agrees with transformers (logits, cache)"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -160,7 +160,7 @@ def test_a_planted_mistake_differs(
     assert worst(verdict)["sigma"].value > 20
     assert verdict.first_wrong is not None
     assert verdict.first_wrong.position == (1 if fault == "theta" else 0)
-    assert markdown.sentence(verdict).startswith("differs from transformers (logits")
+    assert sentence(verdict).startswith("differs from transformers (logits")
 
 
 def test_a_window_that_mlx_lm_does_not_read_differs_and_no_key_is_compared(
@@ -219,12 +219,12 @@ def test_a_member_held_out_is_measured_against_the_mean_of_the_others(made: Path
     direct = measure.measure(
         case.references["step"], replace(case.truth, arrays={"logits": others})
     )
-    through = mean.held_out(measure.measure(case.references["step"], case.truth), case)
+    through = floors.held_out(measure.measure(case.references["step"], case.truth), case)
     for name in ("rms", "shift", "peak"):
         np.testing.assert_allclose(
             getattr(through, name), getattr(direct, name), rtol=1e-7, atol=1e-16
         )
-    assert mean.widening(case) == pytest.approx((5 / 4) ** 0.5)
+    assert floors.widening(case) == pytest.approx((5 / 4) ** 0.5)
 
 
 def test_the_layer_is_read_from_keys_and_values(
@@ -241,11 +241,8 @@ def test_the_layer_is_read_from_keys_and_values(
 # As a person does it.
 
 
-def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
+def command(*arguments: str | Path, **environment: str) -> Done:
+    return mlxkv(*arguments, env=environment)
 
 
 def test_compare_asks_the_oracle_and_says_that_the_truth_is_missing(
@@ -340,8 +337,7 @@ def test_stored_traces_are_judged_and_compared(
     made: Path, runs: dict[str, list[trace.Trace]], tmp_path: Path
 ) -> None:
     run, files = made / "runs" / "mistral", [str(t.path) for t in runs["mistral"]]
-    given = [part for file in files for part in ("--candidate", file)]
-    done = command("compare", "--oracle", run, "--no-run", *given, "--out", tmp_path)
+    done = command("judge", run, *files, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmlx-lm: agrees with transformers (logits, cache)" in done.stdout
     assert "\nno truth: " not in done.stdout
@@ -356,12 +352,10 @@ def test_stored_traces_are_judged_and_compared(
 def test_the_port_refuses_them_by_name(made: Path, name: str, stored: bool) -> None:
     model = made / "models" / name
     request = (
-        session.Request(oracle=made / "runs" / name)
-        if stored
-        else session.Request(model=str(model), tokens=(1, 2))
+        Request(oracle=made / "runs" / name) if stored else Request(model=str(model), tokens=(1, 2))
     )
     line = f"config.json: model_type is '{name}', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`$"
-    with pytest.raises(Refusal, match=line), session.run(request):
+    with pytest.raises(Refusal, match=line), run([request]):
         pass
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
+from command import mlxkv
 
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.pitfalls.scenarios import OTHER_CACHES, SYSTEMS
@@ -34,19 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--device",
         "cpu",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "mlxkv",
-        "pitfalls",
-        str(model),
-        *given,
-        "--ignore-key",
-        "surprise",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = mlxkv("pitfalls", model, *given, "--ignore-key", "surprise", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         done.stdout.splitlines()[-1]

@@ -9,8 +9,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from synthetic import make_candidates, make_case, texts
 
+from mlxkv.judge.limits import WORST
 from mlxkv.judge.result import Curve
-from mlxkv.judge.verdict import WORST, judge
+from mlxkv.judge.verdict import judge
 from mlxkv.report.plots import error_by_position
 
 CASE = make_case()
@@ -86,7 +87,7 @@ def test_rows_without_a_point_on_a_logarithmic_axis_are_left_out(rms: tuple[floa
 
 def test_matplotlib_is_loaded_only_for_a_plot_and_its_settings_are_left_alone() -> None:
     script = (
-        "import sys, mlxkv.report.markdown, mlxkv.report.plots as plots\n"
+        "import sys, mlxkv.report.page, mlxkv.report.plots as plots\n"
         "from mlxkv.judge.result import Curve\n"
         "print('matplotlib' in sys.modules)\n"
         "plots.error_by_position([Curve('step', (0,), (1e-5,))], (1e-5,), limit=16)\n"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import command
 import pytest
 from synthetic import PROMPT, make_algebra, make_candidates, make_case
 
@@ -17,26 +15,19 @@ from mlxkv.cli import cli
 from mlxkv.commands.compare import overview as pages
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Prompt
-from mlxkv.judge import verdict as judging
+from mlxkv.judge import notes
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
-from mlxkv.report import page as markdown
+from mlxkv.report.phrases import Side
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 
 LINES = '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\n{"tokens": [5, 1, 8, 30], "name": "two"}\n'
 
 
-def mlxkv(*arguments: str | Path, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"MLXKV_CACHE": str(cache)} if cache else {})
-    return subprocess.run(
-        [sys.executable, "-m", "mlxkv", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
+def mlxkv(*arguments: str | Path, cache: Path | None = None) -> command.Done:
+    return command.mlxkv(*arguments, env={"MLXKV_CACHE": str(cache)} if cache else {})
 
 
 def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
@@ -48,7 +39,7 @@ def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
 @pytest.fixture(scope="module")
 def run(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+) -> tuple[Path, command.Done]:
     """A comparison over two prompts."""
     folder = tmp_path_factory.mktemp("prompts")
     path = written(folder, LINES)
@@ -66,7 +57,7 @@ def run(
 
 
 def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
 ) -> None:
     folder, done = run
     assert done.returncode == 0, done.stderr
@@ -95,7 +86,7 @@ def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
 
 
 def test_the_terminal_has_a_line_for_each_and_names_the_worst(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
 ) -> None:
     folder, done = run
     worst = json.loads((folder / "out" / "compare.json").read_text())["worst"]
@@ -107,7 +98,7 @@ def test_the_terminal_has_a_line_for_each_and_names_the_worst(
 
 
 def test_a_prompt_among_others_is_judged_as_it_is_alone(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
     folder_of: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
@@ -130,7 +121,7 @@ def test_a_prompt_among_others_is_judged_as_it_is_alone(
     assert json.loads(done.stdout)["took"]["oracle"] is None
 
 
-JSON = "expected an object with prompt or tokens"
+JSON = "write an object with prompt or tokens"
 
 
 @pytest.mark.parametrize(
@@ -138,19 +129,23 @@ JSON = "expected an object with prompt or tokens"
     [
         ('{"prompt": "a"}\n{"prompt": ', 2, ("not JSON", JSON)),
         ('{"prompt": "a"}\nplain', 2, ("not JSON", JSON)),
-        ('{"prompt": "a"}\n[1, 2]', 2, ("[1, 2]", JSON)),
-        ('{"prompt": "a", "prompt": "b"}', 1, ('key "prompt" twice',)),
-        ('# first\n\n{"text": "a"}', 3, ('unknown key "text"', "prompt, tokens, name, steps")),
-        ('{"name": "a"}', 1, ("neither prompt and tokens", "expected one of them")),
+        ('{"prompt": "a"}\n[1, 2]', 2, ("[1, 2]", "expected object", JSON)),
+        ('{"prompt": "a", "prompt": "b"}', 1, ("key 'prompt' is there twice",)),
+        ('# first\n\n{"text": "a"}', 3, ("unknown field text", JSON, "name", "steps")),
+        ('{"name": "a"}', 1, ("neither prompt nor tokens", "expected one of them")),
         ('{"prompt": "a", "tokens": [1]}', 1, ("both prompt and tokens", "expected one of them")),
-        ('{"prompt": ""}', 1, ('prompt is ""', "expected text")),
-        ('{"prompt": 3}', 1, ("prompt is 3", "expected text")),
-        ('{"tokens": []}', 1, ("tokens is []", "expected a list of ids")),
-        ('{"tokens": [1, true]}', 1, ("tokens is [1, true]", "expected a list of ids")),
-        ('{"tokens": "1"}', 1, ('tokens is "1"', "expected a list of ids")),
-        ('{"tokens": [1], "steps": 0}', 1, ("steps is 0", "expected a whole number from 1")),
-        ('{"tokens": [1], "name": "../up"}', 1, ('name is "../up"', "names a folder")),
-        ('{"tokens": [1], "name": "compare.md"}', 1, ('name is "compare.md"', "names a folder")),
+        ('{"prompt": ""}', 1, ("prompt is ''", "expected str of length >= 1")),
+        ('{"prompt": 3}', 1, ("prompt is 3", "expected str")),
+        ('{"tokens": []}', 1, ("tokens is []", "expected array of length >= 1")),
+        ('{"prompt": null}', 1, ("prompt is None", "expected str")),
+        ('{"tokens": [1, true]}', 1, ("tokens[1] is True", "expected int")),
+        ('{"tokens": [1, -2]}', 1, ("tokens[1] is -2", "expected int >= 0")),
+        ('{"tokens": "1"}', 1, ("tokens is '1'", "expected array")),
+        ('{"tokens": [1], "steps": 0}', 1, ("steps is 0", "expected int >= 1")),
+        ('{"tokens": [1], "steps": 2.0}', 1, ("steps is 2.0", "expected int")),
+        ('{"tokens": [1], "name": "../up"}', 1, ("name is '../up'", "names a folder")),
+        ('{"tokens": [1], "name": "compare.md"}', 1, ("name is 'compare.md'", "names a folder")),
+        ('{"tokens": [1], "name": "a\\n"}', 1, (r"name is 'a\n'", "names a folder")),
         (
             '{"tokens": [1], "name": "a"}\n\n{"tokens": [2], "name": "A"}',
             3,
@@ -302,7 +297,7 @@ def test_the_worst_prompt_decides(
         order,
         order[0],
     )
-    assert [p["name"] for p in found.to_json(list(verdicts))["prompts"]] == list(verdicts)
+    assert [p["name"] for p in found.to_json()["prompts"]] == list(verdicts)
 
 
 def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_and_no_more() -> None:
@@ -312,8 +307,8 @@ def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_an
             "b": replace(GOOD, against="transformers", scopes=("logits",)),
         }
     )
-    assert pages.told(found) == "agrees with transformers (logits)"
-    assert (pages.told(Prompts({"a": GOOD})), found.to_json(["a", "b"])["against"]) == (
+    assert pages.sentence_on_all(found) == "agrees with transformers (logits)"
+    assert (pages.sentence_on_all(Prompts({"a": GOOD})), found.to_json()["against"]) == (
         "agree (algebra, logits, cache)",
         "transformers",
     )
@@ -328,8 +323,8 @@ def test_scopes_are_those_that_every_prompt_covers() -> None:
 
 def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
-    side = markdown.Side("port", "mlx", ())
-    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"], folders=["a", "b"])
+    side = Side("port", "mlx", ())
+    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"])
     assert "**differ (logits): sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]
@@ -353,7 +348,7 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
 def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(judging, "PREFIXES_MOST", 289)
+    monkeypatch.setattr(notes, "PREFIXES_MOST", 289)
     left = {name: digest for name, digest in CASE.manifest.plans.items() if name != "prefixes"}
     case = replace(CASE, manifest=replace(CASE.manifest, plans=left))
     runs = {name: t for name, t in make_candidates(CASE).items() if name != "prefixes"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv.cli import REPORTS
+from mlxkv.cli import PARTS
 from mlxkv.commands import reports as parts
-from mlxkv.commands.compare import prompts, session
+from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Long, Prompt
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate as calibrating
@@ -19,13 +19,14 @@ from mlxkv.commands.selftest import run as selftesting
 from mlxkv.commands.selftest.faults import FAULTS
 from oracle.formats import disk
 from oracle.formats.errors import Refusal
+from oracle.model import default
 
 
 def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     """A tiny model and short sequences; the matrix, which has tests of its own, is made once."""
     model = str(folder_of("gqa"))
     patch.setattr(
-        session, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
+        parts, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
     )
     patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
     patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
@@ -40,7 +41,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
 
 
 Request, Asked, Tried, Calibrated = (
-    session.Request,
+    parts.Request,
     pitfalls.Request,
     selftesting.run,
     calibrating.run,
@@ -122,7 +123,7 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
 
 
 def test_a_part_is_made_by_itself_and_the_index_names_all_that_is_there(reports: Path) -> None:
-    assert tuple(REPORTS.choices) == tuple(parts.PARTS)
+    assert tuple(PARTS.choices) == tuple(parts.PARTS)
     before = contents(reports)
     made = [path.relative_to(reports).name for path in parts.write(reports, only=["selftest"])]
     assert made == ["selftest.json", "selftest.md", "README.md"]
@@ -203,7 +204,7 @@ def test_the_pages_values_stand_beside_ours_only_for_the_original_weights(
 ) -> None:
     assert "on the page" not in next(reports.glob("*/*/compare.md")).read_text()
     weights = folder_of("gqa") / "model.safetensors"
-    monkeypatch.setattr(session, "ORIGINAL", (weights.stat().st_size, disk.sha256(weights)))
+    monkeypatch.setattr(default, "ORIGINAL", (weights.stat().st_size, disk.sha256(weights)))
     list(parts.write(tmp_path, only=["compare"]))
     lines = next(tmp_path.glob("*/*/compare.md")).read_text().splitlines()
     (row,) = [

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 from command import mlxkv, refused
 
-from mlxkv.commands.compare import session
+from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.run import run
 from mlxkv.engines import machine
 from mlxkv.engines import oracle as engine
 from mlxkv.port.weights import load
@@ -221,7 +222,7 @@ def test_a_wrong_blas_is_refused_before_the_oracle_runs(
         monkeypatch.setenv("MLXKV_BLAS", path)
         with (
             pytest.raises(Refusal, match=says),
-            session.run(session.Request(model=str(tiny), tokens=(1, 2))),
+            run([Request(model=str(tiny), tokens=(1, 2))]),
         ):
             pass
     monkeypatch.setenv("MLXKV_BLAS", "libm.so.6")

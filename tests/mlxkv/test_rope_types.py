@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from caches import refused, run
+from command import torch_python
 
 from mlxkv.engines import port
 from mlxkv.port.cache import Cache, CacheError
@@ -108,7 +108,7 @@ def truths(
         for n in LENGTHS
     ]
     done = subprocess.run(
-        [sys.executable, "-c", TRUTH], input=json.dumps(asked), text=True, capture_output=True
+        torch_python("-c", TRUTH), input=json.dumps(asked), text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     return lambda name, n: np.load(root / f"{made[name].name}-{n}.npy")

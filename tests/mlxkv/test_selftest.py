@@ -21,7 +21,8 @@ from mlxkv.commands.selftest.worker import Bench, Loaded
 from mlxkv.engines.oracle import judged
 from mlxkv.judge import power
 from mlxkv.judge.case import read_case
-from mlxkv.judge.verdict import current_limits, judge
+from mlxkv.judge.limits import current_limits
+from mlxkv.judge.verdict import judge
 from mlxkv.port import cache
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command
 import numpy as np
 import pytest
 import synthetic
 
-from mlxkv.commands import judge as stored
+from mlxkv.commands.compare import delta as stored
 from mlxkv.judge import alignment as judging
 from mlxkv.judge.case import Case
 from oracle.formats import run_folder, trace
@@ -142,7 +143,7 @@ def test_json_holds_every_pair_and_what_is_compared(tmp_path: Path, runs: dict[s
 
 def test_float32_is_summed_in_float64(case: Case, runs: dict[str, Trace]) -> None:
     a, b = runs["step"], runs["full"]
-    (found,) = judging.compare([a, b])
+    (found,) = judging.align([a, b])
     x, y = a.logits.astype(np.float64), b.logits.astype(np.float64)
     assert found.figures.cosine == pytest.approx(
         (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rel=1e-14
@@ -215,7 +216,7 @@ def test_what_has_no_distance_is_refused_in_a_line(
     runs: dict[str, Trace], change: Callable[[Trace], Trace], line: str
 ) -> None:
     with pytest.raises(Refusal, match=line) as told:
-        judging.compare([change(runs["full"]), runs["step"]])
+        judging.align([change(runs["full"]), runs["step"]])
     assert "\n" not in str(told.value)
 
 
@@ -241,7 +242,7 @@ def test_on_the_command_line_it_needs_no_engine_and_judges_nothing(
     assert "nothing is judged" in " ".join(mlxkv("delta", "--help", env=bare).stdout.split())
 
 
-# compare --no-run, on an answer of the real oracle.
+# judge, on an answer of the real oracle.
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +270,10 @@ def kept(
 def test_stored_traces_are_judged_with_nothing_run(
     answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path
 ) -> None:
-    given = [
-        part
-        for name in ("full", "step", "prefixes", "chunked")
-        for part in ("--candidate", kept[name])
-    ]
     (tmp_path / "compare.svg").write_text("of an earlier run")
-    done = mlxkv("compare", "--oracle", answer, *given, "--no-run", "--out", tmp_path, env=bare)
+    plans = ("full", "step", "prefixes", "chunked")
+    given = [kept[name] for name in plans]
+    done = mlxkv("judge", answer, *given, "--out", tmp_path, env=bare)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert (
         done.stdout.splitlines()[-1]
@@ -287,20 +285,9 @@ def test_stored_traces_are_judged_with_nothing_run(
 
 
 def test_the_exit_code_is_the_candidates(
-    answer: Path, kept: dict[str, Path], bare: dict[str, str], tmp_path: Path
+    answer: Path, kept: dict[str, Path], tmp_path: Path
 ) -> None:
-    done = mlxkv(
-        "compare",
-        "--oracle",
-        answer,
-        "--candidate",
-        kept["wrong"],
-        "--no-run",
-        "--json",
-        "--out",
-        tmp_path,
-        env=bare,
-    )
+    done = command.mlxkv("judge", answer, kept["wrong"], "--json", "--out", tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
     value = json.loads(done.stdout)
     assert (value["outcome"], value["plans"]) == ("differ", ["full"])
@@ -310,16 +297,17 @@ def test_the_exit_code_is_the_candidates(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--candidate", "x"], "--no-run: no --oracle, expected --oracle and --candidate, --out and --json alone, as nothing runs"),
-        (["--oracle", "ORACLE"], "--no-run: nothing to judge, expected traces of an engine; give each with --candidate"),
-        (["model", "--oracle", "ORACLE", "--candidate", "x", "--device", "auto"],
-         "--no-run: device, model given, expected --oracle and --candidate, --out and --json alone, as nothing runs"),
+        ([], "Missing argument 'FOLDER'."),
+        (["ORACLE"], "Missing argument 'TRACE...'."),
+        (["ORACLE", "TRACE", "--device", "auto"], "--device"),
+        (["nowhere", "TRACE"], "manifest.json: cannot be read"),
+        (["ORACLE", "nowhere"], "nowhere: cannot be read"),
     ],
-)  # fmt: skip
-def test_no_run_is_refused_where_it_has_no_meaning(
-    answer: Path, bare: dict[str, str], tmp_path: Path, arguments: list[str], line: str
+)
+def test_what_cannot_be_judged_is_refused_and_leaves_nothing(
+    answer: Path, kept: dict[str, Path], tmp_path: Path, arguments: list[str], line: str
 ) -> None:
-    given = [str(answer) if one == "ORACLE" else one for one in arguments]
-    done = mlxkv("compare", "--no-run", "--out", tmp_path / "out", *given, env=bare)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
+    there = {"ORACLE": answer, "TRACE": kept["full"]}
+    given = [there.get(one, one) for one in arguments]
+    command.refused(command.mlxkv("judge", *given, "--out", tmp_path / "out"), line)
     assert not (tmp_path / "out").exists()

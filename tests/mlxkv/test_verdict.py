@@ -29,8 +29,9 @@ from synthetic import (
 )
 
 from mlxkv.judge.case import Case
+from mlxkv.judge.limits import SIGMA_LEAST
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
-from mlxkv.judge.verdict import SIGMA_LEAST, judge
+from mlxkv.judge.verdict import judge
 from oracle.formats.run_folder import Pool
 from oracle.formats.trace import Trace
 
@@ -535,7 +536,9 @@ def test_a_truth_that_is_not_finite_tells_nothing() -> None:
 def test_an_oracle_folder_that_cannot_serve_tells_nothing() -> None:
     verdict = judge(replace(CASE, pool=Pool([], CASE.pool.kinds, 0)), RUNS)
     assert (verdict.outcome, verdict.gates, verdict.scopes) == ("cannot tell", (), ())
-    assert verdict.reasons[0].startswith("floors.safetensors: kinds are eager, sdpa, expected those of")
+    assert verdict.reasons[0].startswith(
+        "floors.safetensors: kinds are eager, sdpa, expected those of"
+    )
 
 
 NOTES: dict[str, tuple[Case, Mapping[str, Trace], str]] = {

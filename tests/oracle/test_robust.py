@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from command import Done, oracle
+from command import Done, oracle, torch_python
 from command import refused as refused_at_once
 from folders import INDEX, SHARDS, folder_of
 from folders import refused as refused_model
@@ -191,9 +191,7 @@ def test_paths_may_hold_spaces_and_other_alphabets_and_lines(model: Path, tmp_pa
     refused(oracle("show", tmp_path / f"no {name}"), "cannot be read")
 
 
-def test_a_path_that_is_no_text_is_refused_or_shown(
-    model: Path, tmp_path: Path, torch_python: Callable[..., list[str]]
-) -> None:
+def test_a_path_that_is_no_text_is_refused_or_shown(model: Path, tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     shutil.copytree(model, odd)
     refused(

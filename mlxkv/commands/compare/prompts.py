@@ -1,25 +1,29 @@
-"""The sequences that one comparison runs over: read from a file, built in, or drawn. Text and ids, no tokenizer."""
+"""The sequences that one comparison runs over: read from a file, built in, or drawn."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from oracle.formats.errors import Refusal
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from oracle.formats import strict_json
+from oracle.formats.errors import Refusal, one_line
 
 BUILTIN = "builtin"
-_KEYS = ("prompt", "tokens", "name", "steps")
-# A name becomes a folder's; without a dot it cannot be one of the report's files.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One sequence's beginning: text or ids, and how many greedy tokens follow (None: as the command says)."""
+    """One sequence's beginning: text or ids, and how many greedy tokens follow.
+
+    `steps` None: as many as the command says.
+    """
 
     name: str
     text: str | None = None
@@ -27,9 +31,20 @@ class Prompt:
     steps: int | None = None
 
 
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """One prompt in JSON. Its name becomes a folder's; without a dot it is no report's file."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
+    tokens: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | UnsetType = (
+        UNSET
+    )
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}\Z")] | UnsetType = UNSET
+    steps: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True)
 class Long:
-    """The one long sequence of the reports: `length` ids, of which `chunks` are the prompt and the rest is decoded."""
+    """The reports' long sequence: `length` ids, of which `chunks` are the prompt."""
 
     length: int = 1024
     chunks: tuple[int, ...] = (640, 320)
@@ -49,108 +64,62 @@ def named(source: str) -> tuple[Prompt, ...]:
 
 
 def drawn(length: int, *, vocab_size: int) -> tuple[int, ...]:
-    """Ids that are the same on every machine and no text: each is the sha256 of its place, modulo the vocabulary."""
+    """Ids that are the same everywhere: the sha256 of each place modulo the vocabulary."""
     digests = (hashlib.sha256(str(i).encode()).digest() for i in range(length))
     return tuple(int.from_bytes(digest[:8], "big") % vocab_size for digest in digests)
 
 
 def read(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, or a Refusal with the line. JSON lines where the first line begins with {, else one text a line.
+    """The prompts of a UTF-8 file; a Refusal names the line that will not do.
 
-    Blank lines and lines from # on are left out. A prompt without a name is called after its line.
+    A file whose name ends in .jsonl, or whose first line begins with {, holds a JSON object a line,
+    any other one text a line. Blank lines and lines that begin with # are left out. A prompt
+    without a name is called after its line.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(
-            f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path"
-        ) from error
+        why = " ".join(str(error).split())
+        raise Refusal(f"{path}: cannot be read as UTF-8 text ({why}); check the path") from error
     # Not splitlines: what else Unicode calls the end of a line may stand in a prompt.
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1)]
     lines = [(i, line) for i, line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
-        raise Refusal(
-            f'{path}: no prompts, expected a line or more, of text or as {{"prompt": "..."}}; add some'
-        )
-    as_json = path.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{")
-    found = [
-        _prompt(line, i, f"{path}: line {i}") if as_json else Prompt(f"line-{i}", line)
-        for i, line in lines
-    ]
-    _unlike(found, [i for i, _ in lines], path)
+        expected = 'expected a line or more, of text or as {"prompt": "..."}'
+        raise Refusal(f"{path}: no prompts, {expected}; add some")
+    if path.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{"):
+        found = [_prompt(line, i, f"{path}: line {i}") for i, line in lines]
+    else:
+        found = [Prompt(f"line-{i}", line) for i, line in lines]
+    _require_different(found, [i for i, _ in lines], path)
     return tuple(found)
 
 
 def _prompt(line: str, number: int, where: str) -> Prompt:
-    try:
-        value = json.loads(line, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(
-            f"{where}: not JSON ({error or 'nested too deep'}), expected an object with prompt or tokens; mend it"
-        ) from error
-    if not isinstance(value, dict):
-        raise Refusal(
-            f"{where}: {_shown(value)}, expected an object with prompt or tokens; write it in braces"
-        )
-    unknown = sorted(set(value) - set(_KEYS))
-    if unknown:
-        raise Refusal(
-            f"{where}: unknown key {_shown(unknown[0])}, expected {', '.join(_KEYS)}; take it out"
-        )
-    if ("prompt" in value) == ("tokens" in value):
-        raise Refusal(
-            f"{where}: {'both' if 'prompt' in value else 'neither'} prompt and tokens, expected one of them; mend it"
-        )
-    for key, (good, expected) in _expected(value).items():
-        if not good:
-            raise Refusal(f"{where}: {key} is {_shown(value[key])}, expected {expected}; mend it")
-    tokens = value.get("tokens")
-    return Prompt(
-        value.get("name", f"line-{number}"),
-        value.get("prompt"),
-        None if tokens is None else tuple(tokens),
-        value.get("steps"),
+    remedy = (
+        "write an object with prompt or tokens, and if you like name (it names a folder), steps"
     )
+    try:
+        value = strict_json.decode(line)
+    except ValueError as error:
+        raise Refusal(f"not JSON ({one_line(error)})", where=where, remedy=remedy) from error
+    given = strict_json.typed(value, _Line, where=where, remedy=remedy)
+    if (given.prompt is UNSET) == (given.tokens is UNSET):
+        which = "neither prompt nor" if given.prompt is UNSET else "both prompt and"
+        what = f"{which} tokens, expected one of them"
+        raise Refusal(what, where=where, remedy=remedy)
+    # UNSET is false, and no value that may be given is.
+    name, text = given.name or f"line-{number}", given.prompt or None
+    return Prompt(name, text, given.tokens or None, given.steps or None)
 
 
-def _expected(value: dict[str, Any]) -> dict[str, tuple[bool, str]]:
-    """Of each key that is there whether its value will do, and what would."""
-    tokens, name = value.get("tokens"), value.get("name")
-    rules = {
-        "prompt": (isinstance(value.get("prompt"), str) and value["prompt"] != "", "text"),
-        "tokens": (
-            isinstance(tokens, list)
-            and tokens != []
-            and all(type(id) is int and id >= 0 for id in tokens),
-            "a list of ids",
-        ),
-        "name": (
-            isinstance(name, str) and bool(_NAME.fullmatch(name)),
-            "1 to 64 letters, digits, _ and -, since it names a folder",
-        ),
-        "steps": (type(value.get("steps")) is int and value["steps"] >= 1, "a whole number from 1"),
-    }
-    return {key: rules[key] for key in _KEYS if key in value}
-
-
-def _unlike(found: list[Prompt], lines: list[int], path: Path) -> None:
+def _require_different(found: Sequence[Prompt], lines: Sequence[int], path: Path) -> None:
     """Names become folders, and some file systems do not tell upper case from lower."""
     seen: dict[str, int] = {}
     for prompt, line in zip(found, lines, strict=True):
         first = seen.setdefault(prompt.name.lower(), line)
         if first != line:
             raise Refusal(
-                f"{path}: line {line}: name {_shown(prompt.name)} is that of line {first} too, expected another; rename one"
+                f"{path}: line {line}: name {json.dumps(prompt.name)} is that of line {first} too, "
+                "expected another; rename one"
             )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = [key for i, (key, _) in enumerate(pairs) if key in [k for k, _ in pairs[:i]]]
-    if twice:
-        raise ValueError(f"key {_shown(twice[0])} twice")
-    return dict(pairs)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

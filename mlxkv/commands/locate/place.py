@@ -17,11 +17,12 @@ import numpy as np
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
 from mlxkv.judge import measure
-from mlxkv.judge.case import CACHE, ORDER, Case, cache_reasons
+from mlxkv.judge.admission import cache_reasons
+from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import cache_floors
+from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Verdict
-from mlxkv.judge.verdict import KV_WORST
+from mlxkv.judge.result import FirstWrong, Strip, Verdict
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
@@ -53,15 +54,6 @@ class TapRow:
     def wrong(self) -> bool:
         """Above the limit, or not a number."""
         return not (self.isolated <= TAP)
-
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """Errors by layer and position, (layers, n); `unit` says in what. What is not finite is None."""
-
-    unit: str
-    limit: float
-    values: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

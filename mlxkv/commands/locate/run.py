@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 
-from mlxkv.commands.compare import run as reporting
-from mlxkv.commands.compare import session
+from mlxkv.commands.compare import run as comparing
+from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.follow import Runs
+from mlxkv.commands.compare.suspects import Suspects
 from mlxkv.commands.locate import page as pages
 from mlxkv.commands.locate import place as judging
 from mlxkv.commands.locate.layers import count
 from mlxkv.commands.locate.place import Located
 from mlxkv.engines import job, oracle, process
 from mlxkv.engines.progress import say
-from mlxkv.judge.case import Case, by_plan, case_reasons
+from mlxkv.judge.admission import by_plan, case_reasons
+from mlxkv.judge.case import Case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
-from mlxkv.report.page import cause as cause_of
+from mlxkv.report.phrases import cause as cause_of
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
@@ -36,13 +38,11 @@ SCORES_MOST = 512
 """Tokens up to which scores are recorded: they grow with the square, and beyond they would outweigh all other taps."""
 
 
-def report(
-    request: session.Request, *, candidates: Sequence[Path] = (), out: Path, command: str
-) -> Report:
+def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, command: str) -> Report:
     """Runs, judges and looks for the place; `candidates` are traces of one more engine."""
     third = [trace.read(path) for path in candidates]
-    with session.run(request, meanwhile=plots.load) as runs:
-        suspects = cache(partial(session.suspects, runs))
+    with comparing.run([request]) as (runs,):
+        suspects = Suspects(runs)
         found, case = _engine(runs, suspects)
         engines = [runs.arithmetic[0].meta.engine]
         located = [found]
@@ -52,17 +52,14 @@ def report(
         return _rendered(case, located, engines, out, command)
 
 
-_Suspects = Callable[[], Path | str]
-
-
-def _engine(runs: session.Runs, suspects: _Suspects) -> tuple[Located, Case]:
+def _engine(runs: Runs, suspects: Suspects) -> tuple[Located, Case]:
     case, arithmetic = runs.case, by_plan(runs.case.manifest, runs.arithmetic)
     # An engine without lane A is not the port, whose taps would say nothing of it.
     if not runs.algebra or case_reasons(case) or not count(case.truth):
         return _from_outside(case, arithmetic, suspects), case
     verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
     plan = judging.failing_plan(verdict)
-    cause, notes = _cause(verdict, case, arithmetic, suspects)
+    cause, notes = _cause(verdict, arithmetic, suspects)
     if verdict.outcome == "cannot tell" or (verdict.outcome == "differ" and plan is None):
         return judging.locate(case, verdict, arithmetic=arithmetic, cause=cause, notes=notes), case
     if plan is not None:
@@ -83,19 +80,19 @@ def _engine(runs: session.Runs, suspects: _Suspects) -> tuple[Located, Case]:
         return found, case
 
 
-def _from_outside(case: Case, traces: Mapping[str, trace.Trace], suspects: _Suspects) -> Located:
+def _from_outside(case: Case, traces: Mapping[str, trace.Trace], suspects: Suspects) -> Located:
     """What the logits and the cache show of an engine that nobody can look into."""
     verdict = judge(case, traces)
-    cause, notes = _cause(verdict, case, traces, suspects)
+    cause, notes = _cause(verdict, traces, suspects)
     return judging.locate(case, verdict, arithmetic=traces, cause=cause, notes=notes)
 
 
 def _cause(
-    verdict: Verdict, case: Case, traces: Mapping[str, trace.Trace], suspects: _Suspects
+    verdict: Verdict, traces: Mapping[str, trace.Trace], suspects: Suspects
 ) -> tuple[str | None, tuple[str, ...]]:
     """The usual mistake that explains the difference, and what is to be said of the search for it."""
-    told = reporting.explained(verdict, case, dict(traces), suspects)
-    return cause_of(told), told.notes[len(verdict.notes) :]
+    explained = suspects.explain(verdict, traces)
+    return cause_of(explained), explained.notes[len(verdict.notes) :]
 
 
 def with_taps(case: Case) -> tuple[Case, tuple[str, ...]]:

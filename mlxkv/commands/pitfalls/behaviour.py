@@ -15,8 +15,8 @@ from mlxkv.commands.pitfalls.scenarios import NO, REFUSED, RIGHT, WRONG, Aim, Be
 from mlxkv.judge import measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import logit_floors
+from mlxkv.judge.limits import SIGMA, WORST
 from mlxkv.judge.measure import Array, Floats
-from mlxkv.judge.verdict import SIGMA, WORST
 from oracle.formats.plan import Call, Greedy
 from oracle.formats.trace import Trace
 

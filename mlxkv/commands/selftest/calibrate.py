@@ -15,8 +15,8 @@ from mlxkv.commands.selftest.run import question, random_ids
 from mlxkv.engines import job, oracle, process
 from mlxkv.engines import machine as runtime
 from mlxkv.engines.progress import say
+from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
-from mlxkv.judge.verdict import current_limits
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats.errors import Refusal

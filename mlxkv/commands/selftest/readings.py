@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxkv.judge import measure, verdict
+from mlxkv.judge import gates as gating
+from mlxkv.judge import limits, measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
+from mlxkv.judge.gates import Yardstick
 from mlxkv.judge.measure import Measures
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import GateName, Verdict
 
 PORT, MEMBERS, ORACLE = "port", "members", "oracle"
 """Whose reading: the port's, a member's of the pool that was held out, or the oracle's own proofs and controls."""
@@ -66,8 +68,8 @@ def of_port(judged: Verdict) -> list[Reading]:
 
 def of_members(case: Case) -> list[Reading]:
     """Each member judged by the others, from its stored errors; of its top-1 tokens and of step against full nothing is kept."""
-    truth, largest = measure.truth_rows(case.truth), measure.cache_largest(case.truth)
-    bench = verdict.Bench(case, truth, logit_floors(case, truth), largest)
+    yardstick = Yardstick.of(case)
+    truth, largest = yardstick.truth, yardstick.cache_largest
     found = []
     for i, member in enumerate(case.pool.members):
         rms, shift, peak = (
@@ -77,14 +79,14 @@ def of_members(case: Case) -> list[Reading]:
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
-            for g in verdict.logit_gates(bench, member, run, floors=floors)
-            if g.name not in ("finite", "decisive flips")
+            for g in gating.logit_gates(yardstick, member, run, floors=floors)
+            if g.name not in (GateName.FINITE, GateName.FLIPS)
         ]
         if largest is not None:
             errors = np.stack(
                 [np.asarray(case.floors[name][i], np.float64) for name in ("keys", "values")]
             )
-            gates += verdict.ratio_gates(case, errors / cache_floors(case, largest, without=member))
+            gates += gating.ratio_gates(case, errors / cache_floors(case, largest, without=member))
         found += [Reading(MEMBERS, g.name, member, g.value, g.limit) for g in gates]
     return found
 
@@ -93,12 +95,12 @@ def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     """The truth's proofs, the floor's size, and the control on stored errors."""
     proofs = [
         Reading(ORACLE, f"proof {name}", "-", case.manifest.proofs[name], limit)
-        for name, limit in verdict.PROOFS.items()
+        for name, limit in limits.PROOFS.items()
     ]
     floor = float(
         np.sqrt(np.mean(np.square(judged.floor))) / measure.truth_rows(case.truth).largest.max()
     )
-    most = verdict.FLOOR_MOST[case.manifest.dtype]
+    most = limits.FLOOR_MOST[case.manifest.dtype]
     stored = [
         Reading(ORACLE, f"control: {c.name}", "-", c.value, c.limit)
         for c in judged.controls

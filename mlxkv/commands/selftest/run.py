@@ -19,7 +19,7 @@ from mlxkv.engines import job, oracle, process
 from mlxkv.engines import machine as runtime
 from mlxkv.engines.progress import say
 from mlxkv.judge import power
-from mlxkv.judge.verdict import current_limits
+from mlxkv.judge.limits import current_limits
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import run_folder

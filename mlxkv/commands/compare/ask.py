@@ -1,0 +1,189 @@
+"""What is compared: from a request to the oracle's answer, kept, made now, or made elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlxkv.engines import oracle
+from mlxkv.engines.process import Finished
+from mlxkv.engines.progress import say
+from mlxkv.judge.case import Case, read_case
+from mlxkv.port.config.llama import LlamaConfig
+from oracle.formats import run_folder
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Plan
+from oracle.model import tokenizer as tokenizers
+from oracle.model.checkpoint import Checkpoint, is_neighbour, require_llama, resolve
+
+DEFAULT_PROMPT = "The capital of France is"
+DEFAULT_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a person asked to compare. None: taken from the oracle folder, else the default.
+
+    If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
+    `name` tells one of several requests from the others.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    prompt: str | None = None
+    tokens: tuple[int, ...] | None = None
+    steps: int | None = None
+    chunks: tuple[int, ...] | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    threads: int | None = None
+    oracle: Path | None = None
+    fresh: bool = False
+    ignore_keys: tuple[str, ...] = ()
+    engine: str = "port"
+    prompt_tokens: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The oracle's answer on one sequence: the case and its plans, and the model that they are of.
+
+    `made` is what making it took, None where it was there already. Plans may coincide (full and
+    step, if nothing is decoded), and stand here once.
+    """
+
+    checkpoint: Checkpoint
+    folder: Path
+    case: Case
+    plans: tuple[Plan, ...]
+    made: Finished | None
+
+
+def ask(requests: Sequence[Request]) -> list[Answer]:
+    """The answer to each request, all on the first one's model.
+
+    What can be refused of any request is refused before the oracle is asked the first.
+    """
+    first = requests[0]
+    if first.oracle is not None:
+        return [_given(first, first.oracle)]
+    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=first.ignore_keys)
+    beyond = ""
+    if first.engine == "port" or not is_neighbour(checkpoint):
+        require_llama(checkpoint)
+        # What the port refuses must not cost a run of the oracle first.
+        beyond = LlamaConfig.of(checkpoint).rope.beyond
+    questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
+    return [
+        _asked(request, question) for request, question in zip(requests, questions, strict=True)
+    ]
+
+
+def _asked(request: Request, question: oracle.Question) -> Answer:
+    checkpoint = question.checkpoint
+    whose = f"{request.name}, " if request.name else ""
+    what = f"{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}"
+    say(f"oracle: {whose}{what}")
+    found = oracle.ask(question, fresh=request.fresh)
+    # A kept answer may have been made from the same weights under another name: the name that was
+    # asked for now is shown.
+    asked = {name: getattr(checkpoint, name) for name in ("source", "name", "note", "revision")}
+    return _answer(checkpoint, found.folder, replace(found.manifest, **asked), found.made)
+
+
+def _given(request: Request, folder: Path) -> Answer:
+    """A folder made elsewhere decides everything; what the request says beside it must agree."""
+    manifest = run_folder.read_manifest(folder)
+    _require_same(request, manifest, folder / "manifest.json")
+    checkpoint = resolve(
+        request.model or manifest.source,
+        revision=request.revision or manifest.revision,
+        ignore_keys=request.ignore_keys or tuple(manifest.ignored_keys),
+    )
+    if request.engine == "port":
+        require_llama(checkpoint)
+    if manifest.fingerprint != checkpoint.fingerprint:
+        raise Refusal(
+            f"{folder}: made with weights {manifest.fingerprint[:16]}, but {checkpoint.source} "
+            f"holds {checkpoint.fingerprint[:16]}; run the oracle on these weights, or name the "
+            "model that the folder was made with"
+        )
+    return _answer(checkpoint, folder, manifest, None)
+
+
+def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) -> None:
+    prompt_ids = manifest.tokens[: manifest.prompt_tokens]
+    for name, wanted, found in (
+        ("prompt", request.prompt, manifest.prompt),
+        ("tokens", None if request.tokens is None else list(request.tokens), prompt_ids),
+        ("dtype", request.dtype, manifest.dtype),
+    ):
+        if wanted is not None and wanted != found:
+            raise Refusal(
+                f"{where}: {name} is {found!r}, expected {wanted!r} as asked for; "
+                f"leave --{name} out or make another folder"
+            )
+    for name, given in (("steps", request.steps), ("chunks", request.chunks)):
+        if given is not None:
+            raise Refusal(
+                f"--{name}: {where} has its own plans; leave the option out or make another folder"
+            )
+
+
+def _answer(
+    checkpoint: Checkpoint, folder: Path, manifest: run_folder.Manifest, made: Finished | None
+) -> Answer:
+    plans = {plan.digest: plan for plan in oracle.judged(manifest, folder).values()}
+    case = replace(read_case(folder), manifest=manifest)
+    return Answer(checkpoint, folder, case, tuple(plans.values()), made)
+
+
+def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracle.Question:
+    try:
+        prompt, ids = _sequence(request, checkpoint)
+        # A sequence that is given whole needs no greedy tokens.
+        steps = 0 if request.prompt_tokens is not None else request.steps
+        steps = DEFAULT_STEPS if steps is None else steps
+        _require_room(ids, steps, checkpoint, beyond)
+    except Refusal as error:
+        raise Refusal(f"prompt {request.name}: {error}" if request.name else str(error)) from error
+    return oracle.Question(
+        checkpoint=checkpoint,
+        prompt=prompt,
+        tokens=tuple(ids),
+        prompt_tokens=request.prompt_tokens or len(ids),
+        steps=steps,
+        chunks=request.chunks,
+        dtype=request.dtype or "float32",
+        threads=os.cpu_count() or 1 if request.threads is None else request.threads,
+    )
+
+
+def _sequence(request: Request, checkpoint: Checkpoint) -> tuple[str | None, list[int]]:
+    """The prompt's text, None where ids were given, and its ids."""
+    if request.tokens is not None:
+        return None, list(request.tokens)
+    tokenizer = tokenizers.load(checkpoint.folder)
+    if tokenizer is None:
+        raise Refusal(
+            f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt; "
+            "give the ids with --tokens"
+        )
+    if tokenizer.warning is not None:
+        print(f"warning: {tokenizer.warning}", file=sys.stderr)
+    prompt = DEFAULT_PROMPT if request.prompt is None else request.prompt
+    return prompt, tokenizer.encode(prompt)
+
+
+def _require_room(ids: list[int], steps: int, checkpoint: Checkpoint, beyond: str) -> None:
+    most = checkpoint.max_positions
+    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=most)
+    if len(ids) + max(0, steps - 1) > most:
+        raise Refusal(
+            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected at most "
+            f"{most} (max_position_embeddings{beyond}); take fewer steps or a shorter prompt"
+        )

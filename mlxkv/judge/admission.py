@@ -1,0 +1,261 @@
+"""What may be measured at all: names, plans, positions, shapes and dtypes, before any number.
+
+Each check gives reasons, one line each, for which the verdict is "cannot tell": two traces that are
+not of the same weights, plan and positions have no distance. Whether a candidate's numbers are
+finite is not checked here: a NaN is a number, and a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from mlxkv.judge.case import CACHE, ORDER, Case
+from oracle.formats.errors import Refusal
+from oracle.formats.plan import Plan
+from oracle.formats.run_folder import FLOORS, Manifest
+from oracle.formats.trace import Trace
+
+DTYPES = ("float32", "float16", "bfloat16")
+_AGAIN = "make the folder again"
+
+
+def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
+    """Traces under the names of the judged plans that have the same digest.
+
+    Where nothing is decoded, full and step are the same plan, and one trace has both names.
+    """
+    found: dict[str, Trace] = {}
+    for trace in traces:
+        digest = trace.meta.plan.digest
+        names = [name for name, of in manifest.plans.items() if of == digest]
+        if not names:
+            known = [f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items())]
+            raise Refusal(
+                f"{trace.label}: plan digest is {digest[:12]}, expected one of "
+                f"{', '.join(known)}; run the oracle folder's plans"
+            )
+        for name in names:
+            if name in found:
+                raise Refusal(
+                    f"{trace.label}: a second trace of plan {name!r} beside {found[name].label}; "
+                    "give one of them"
+                )
+            found[name] = trace
+    return found
+
+
+def admit(
+    case: Case, traces: Mapping[str, Trace], dtype: str
+) -> tuple[dict[str, Trace], list[str]]:
+    """The traces that may be measured, in the order of the plans, and why the others may not."""
+    inside, reasons = {}, []
+    for plan in sorted(traces, key=lambda p: (ORDER.index(p) if p in ORDER else len(ORDER), p)):
+        odd = trace_reasons(traces[plan], plan, case, dtype=dtype)
+        reasons += odd
+        if not odd:
+            inside[plan] = traces[plan]
+    return inside, reasons
+
+
+def trace_reasons(trace: Trace, plan: str, case: Case, *, dtype: str) -> list[str]:
+    """Why `trace` cannot be measured as the judged plan of that name; empty where it can."""
+    meta, manifest, where = trace.meta, case.manifest, trace.label
+    reasons = []
+    if meta.fingerprint not in (None, manifest.fingerprint):
+        reasons.append(
+            f"{where}: weights fingerprint is {str(meta.fingerprint)[:16]}, expected "
+            f"{manifest.fingerprint[:16]} as the oracle's; run it on the same weights"
+        )
+    if meta.dtype != dtype:
+        reasons.append(
+            f"{where}: dtype is {meta.dtype!r}, expected {dtype!r} as this run's; run it in {dtype}"
+        )
+    expected, digest = manifest.plans.get(plan), meta.plan.digest
+    if expected is None:
+        known = ", ".join(sorted(manifest.plans))
+        reasons.append(f"{where}: plan {plan!r} is not judged here, expected one of {known}")
+    elif digest != expected:
+        reasons.append(
+            f"{where}: plan digest is {digest[:12]}, expected {expected[:12]} of plan {plan!r}; "
+            "run that plan"
+        )
+    else:
+        reasons += _shape_reasons(trace, case, dtype) + _position_reasons(trace, case)
+    return reasons
+
+
+def engine_reasons(traces: Sequence[Trace]) -> list[str]:
+    """Why the traces cannot be judged as one engine's; empty where they are of one."""
+    engines = sorted({f"{t.meta.engine} {t.meta.engine_version}".strip() for t in traces})
+    if len(engines) <= 1:
+        return []
+    return [f"candidate: traces of {', '.join(engines)}, expected one engine; judge each by itself"]
+
+
+def asked(plan: Plan) -> set[int]:
+    """The position of each call's last token, for which every engine can give a row."""
+    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
+
+
+def layers(trace: Trace) -> int:
+    """Of how many layers a trace holds keys or values of the judged plans' cache."""
+    return len({name.split("/")[2] for name in _cache_names(trace)})
+
+
+def cache_reasons(trace: Trace, truth: Trace) -> list[str]:
+    """Why the keys and values in `trace` cannot be measured against the truth's.
+
+    What either has and the other lacks is named, then what has another shape.
+    """
+    reasons, mine, its = [], _cache_names(trace), _cache_names(truth)
+    for name in sorted(mine ^ its):
+        held, lacks = (trace, truth) if name in mine else (truth, trace)
+        reasons.append(f"{lacks.label}: no {name}, expected it as in {held.label}")
+    for name in sorted(mine & its):
+        found, expected = trace.arrays[name].shape, truth.arrays[name].shape
+        if found != expected:
+            reasons.append(
+                f"{trace.label}: {name} has shape {list(found)}, expected {list(expected)}"
+            )
+    return reasons
+
+
+def case_reasons(case: Case) -> list[str]:
+    """Why the oracle's side cannot serve as a measure; empty where it can."""
+    dtype, wanted = case.manifest.dtype, [p for p in ORDER if p in case.manifest.plans]
+    reasons = _truth_reasons(case)
+    for name, reference in case.references.items():
+        reasons += trace_reasons(reference, name, case, dtype=dtype)
+    reasons += [
+        f"oracle folder: no reference-{name}, expected one for each plan"
+        for name in wanted
+        if name != "prefixes" and name not in case.references
+    ]
+    if dtype not in DTYPES:
+        reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    return reasons + _floors_reasons(case)
+
+
+def _truth_reasons(case: Case) -> list[str]:
+    truth, n = case.truth, case.length
+    reasons = trace_reasons(truth, "full", case, dtype="float64")
+    if not reasons and not np.array_equal(truth.positions, np.arange(n)):
+        reasons.append(f"{truth.label}: positions are not 0 to {n - 1} in order; {_AGAIN}")
+    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
+    if any(
+        pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs
+    ):
+        reasons.append(
+            f"{truth.label}: keys and values are not those of {n} tokens in every layer; {_AGAIN}"
+        )
+    return reasons
+
+
+def _cache_names(trace: Trace) -> set[str]:
+    return {name for name in trace.arrays if name.startswith(f"kv/{CACHE}/")}
+
+
+def _shape_reasons(trace: Trace, case: Case, dtype: str) -> list[str]:
+    logits, positions, where = trace.logits, trace.positions, trace.label
+    if logits.ndim != 2 or positions.ndim != 1 or len(logits) != len(positions):
+        return [
+            f"{where}: logits {list(logits.shape)} and positions {list(positions.shape)} "
+            "do not pair up, expected a position per row"
+        ]
+    reasons, vocab = [], case.truth.logits.shape[1]
+    if logits.shape[1] != vocab:
+        reasons.append(
+            f"{where}: logits have {logits.shape[1]} columns, expected {vocab}, the vocabulary; "
+            "keep all of them"
+        )
+    if dtype == "float64" and logits.dtype != np.float64:
+        reasons.append(
+            f"{where}: logits are stored as {logits.dtype}, expected float64 for a float64 run"
+        )
+    return reasons
+
+
+def _position_reasons(trace: Trace, case: Case) -> list[str]:
+    where, held = trace.label, np.asarray(trace.positions).ravel().tolist()
+    needed = set(case.rows) | asked(trace.meta.plan)
+    missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(case.length)))
+    twice = sorted(p for p, times in Counter(held).items() if times > 1)
+    reasons = []
+    if missing:
+        reasons.append(
+            f"{where}: no row for position {_some(missing)}, expected {len(needed)} rows"
+            + _failed_step(trace)
+        )
+    if foreign:
+        reasons.append(
+            f"{where}: a row for position {_some(foreign)}, expected 0 to {case.length - 1}"
+        )
+    if twice:
+        reasons.append(
+            f"{where}: more than one row for position {_some(twice)}, expected one; "
+            "keep the plan's last call that gives it"
+        )
+    return reasons
+
+
+def _failed_step(trace: Trace) -> str:
+    """The first step that failed, for the reason that its rows are missing."""
+    for i, outcome in enumerate(trace.meta.outcomes):
+        if outcome.error is not None:
+            return f"; its step {i} failed: {outcome.error}"
+    return ""
+
+
+def _some(positions: list[int]) -> str:
+    head = ", ".join(map(str, positions[:6]))
+    return head if len(positions) <= 6 else f"{head} and {len(positions) - 6} more"
+
+
+def _floors_reasons(case: Case) -> list[str]:
+    reasons = _pool_reasons(case)
+    for name, shape in _floor_shapes(case).items():
+        found = list(case.floors[name].shape) if name in case.floors else "none"
+        if found != shape:
+            reasons.append(f"{name} has shape {found}, expected {shape}; {_AGAIN}")
+    reasons += [
+        f"{name} holds a value that is not finite"
+        for name, array in sorted(case.floors.items())
+        if not np.isfinite(array).all()
+    ]
+    return [f"{FLOORS}: {reason}" for reason in reasons]
+
+
+def _pool_reasons(case: Case) -> list[str]:
+    members, kinds = case.pool.members, case.pool.kinds
+    reasons = [
+        f"{', '.join(names)} names one twice, expected each once; {_AGAIN}"
+        for names in (members, kinds)
+        if len(set(names)) < len(names)
+    ]
+    if set(kinds) != {name.split("-")[0] for name in members}:
+        reasons.append(
+            f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; "
+            f"{_AGAIN}"
+        )
+    if not kinds or case.held_out not in members or len(members) < 2:
+        wanted = case.held_out if kinds else "runs of transformers"
+        reasons.append(f"members are {', '.join(members) or 'none'}, expected {wanted} and others")
+    if not case.has_truth and case.pool.distinct < 2:
+        reasons.append(
+            f"{case.pool.distinct} bitwise distinct members, expected 2 or more, "
+            "as there is no truth to measure them by"
+        )
+    return reasons
+
+
+def _floor_shapes(case: Case) -> dict[str, list[int]]:
+    n, first = case.length, case.truth.kv(CACHE, 0)
+    members, kinds = len(case.pool.members), len(case.pool.kinds)
+    shapes = {name: [members, n] for name in ("rms", "shift", "peak")} | {"cached": [kinds, n]}
+    if first is not None:
+        rows = [members, layers(case.truth), len(first[0]), n]
+        shapes |= {"keys": rows, "values": rows}
+    return shapes

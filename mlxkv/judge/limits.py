@@ -1,0 +1,116 @@
+"""The limits of a verdict, each with the measurement that chose it.
+
+A value is in units of the noise floor (`floors.py`) unless its comment says otherwise. Most limits
+were chosen on SmolLM2-135M-Instruct in float32, over 24 tokens, on two cores of a Linux machine:
+"the port reads" is what the correct port reads there, "members read" what a run of transformers
+reads when the other runs of the pool judge it. `mlxkv calibrate` measures both again, on several
+models; `mlxkv selftest` measures what known faults read.
+"""
+
+from __future__ import annotations
+
+# Correct engines read 0.8 to 2: the port 0.8, members 0.9 to 1.1, an earlier port 1.7. The weakest
+# known fault reads 149 on SmolLM2 and 37 on a tiny random model.
+SIGMA = 8.0
+
+# No correct engine was seen above 2. From here on the report says so, and the verdict stands.
+SIGMA_NOISY = 3.0
+
+# No correct engine was seen below 0.7 in float32, so a smaller sigma means that the pool is wrong.
+# In float16 the port and members alike read 0.45, so the limit holds in float32 only.
+SIGMA_LEAST = 0.3
+
+# The port reads 1.4, members 1.6, the worst row of an earlier port on candle's goldens 2.3. Twice
+# the limit of sigma, since a single row varies more than the mean of all.
+WORST = 16.0
+
+# The port reads 1.2, members 1.1: little, since this floor is a maximum already. A single wrong
+# weight among 134 million peaks at 30.
+PEAK = 8.0
+
+# The port reads 4.4 (5.5 on a random model), members 5.0 (4.4 in float16, 4.9 in bfloat16). Every
+# logit 0.05 too high, which sigma cannot see, reads 5.9e3.
+SHIFT = 10.0
+
+# A changed token counts where the truth's two best logits are further apart than so many peak
+# floors: nearer ones the noise alone could swap. A weak gate: 13 of 24 faults swap nothing.
+FLIP_MARGIN = 16.0
+
+# The port reads 1.4 (2.9 in float16, 2.8 in bfloat16). Where one row of the cache is stale from
+# position 60 on, sigma reads 709.
+CACHED = 8.0
+
+# Median over positions. The port reads 0.9, members 1.1. A cache in float16 reads a sigma of 203.
+KV_MEDIAN = 4.0
+
+# The same for packed weights. A row unpacked from 16 levels a group has squares that repeat. MLX
+# adds them one after another on the CPU, and roundings that repeat do not cancel: at 4 bits the
+# first norm of SmolLM2 is off by 1e-6, and with it every key of layer 0. The port and mlx-lm read
+# 4.4 in float32 (1.3 at 8 bits, 0.9 in bfloat16). A cache in float16 is far beyond this limit too.
+KV_MEDIAN_PACKED = 10.0
+
+# 95th percentile over positions. The port reads 1.5, members 1.6. Not the maximum, since single
+# tokens have massive activations.
+KV_MOST = 10.0
+
+# A percentile cannot see n/20 of the rows, and one stale row is the commonest fault of a cache. The
+# port reads 3.9, members 2.3. A key row replaced by the one before it reads 1.8e5 and more in
+# float32, 22 and more in float16 (median 145), 3 and more in bfloat16 (median 18; where all heads
+# of all layers are stale together, the worst head reads 46 and more).
+KV_WORST = 30.0
+
+# Of max |T|, where T is the truth. The port reads 1.2e-14, its cache 1.6e-14, an earlier port
+# 1.0e-13. A wrong eps in a single norm reads 4.4e-7.
+ALGEBRA = 1e-10
+
+# Relative. MLX's float64 matmul, tanh, sqrt, rsqrt and sums read 4e-16 against numpy; its functions
+# that are accurate in float32 only read 1e-8.
+PROBE = 1e-14
+
+# Of the truth itself. Its step, chunked and full plans agree to 9e-15. transformers' `.double()`
+# lies at 5.1e-8 on text (7.8e-8 with weights in float16), up to 5.1e-7 on random or repeated ids,
+# and at 7e-6 and more where the eps is off by 10 %.
+PROOFS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
+
+# Of the mean of transformers' runs, where there is no truth. They are the oracle's own limits,
+# `oracle/pool/mean.py`, and the measurements that chose them stand there.
+MEAN_PROOFS = {
+    "float32": {"members_apart": 1e-5, "mean_double": 5e-6},
+    "float16": {"members_apart": 5e-3, "mean_double": 5e-3},
+    "bfloat16": {"members_apart": 5e-2, "mean_double": 5e-2},
+}
+
+# Of the pooled floor over max |T|. torch reads 2e-7 in float32, 5e-4 in float16, 8e-3 in bfloat16.
+FLOOR_MOST = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
+
+# Logits times such a factor must be seen, else the judge is blind. 1.001 reads a sigma of 526 in
+# float32, but 0.5 in float16 and 0.4 in bfloat16, no more than a correct run; the larger factors
+# read 18 and 22 there. The report says whether 1.001 would have been seen.
+CONTROL_SCALE = {"float32": 1.001, "float16": 1.1, "bfloat16": 2.0}
+
+# Between a member's stored errors and those measured again. Both are sums of the same float64
+# numbers in another order, and read 3e-15.
+STORED = 1e-3
+
+# Members that are not bitwise equal to another one: 5 of 5 in float32, 3 in bfloat16.
+DISTINCT_LEAST = 3
+
+# The device classes on which these limits were measured.
+CALIBRATED = {("linux", "cpu")}
+
+
+def current_limits() -> dict[str, float]:
+    """The limits that a verdict on a port with plain weights depends on, by their names here."""
+    return {
+        "SIGMA": SIGMA,
+        "WORST": WORST,
+        "PEAK": PEAK,
+        "SHIFT": SHIFT,
+        "FLIP_MARGIN": FLIP_MARGIN,
+        "CACHED": CACHED,
+        "KV_MEDIAN": KV_MEDIAN,
+        "KV_MOST": KV_MOST,
+        "KV_WORST": KV_WORST,
+        "ALGEBRA": ALGEBRA,
+        "PROBE": PROBE,
+    }

@@ -1,0 +1,103 @@
+"""What is said beside a verdict: what it does not cover, and what a reader should know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mlxkv.judge import limits, power
+from mlxkv.judge.case import ORDER, Case
+from mlxkv.judge.controls import blind_to
+from mlxkv.judge.gates import Yardstick, sigma_of
+from mlxkv.judge.result import Gate, Outcome
+from oracle.formats.plan import PREFIXES_MOST, prefixes_feed
+from oracle.formats.trace import Trace
+
+
+def notes(
+    yardstick: Yardstick, traces: Mapping[str, Trace], gates: Sequence[Gate], outcome: Outcome
+) -> list[str]:
+    """Each a line, without a full stop."""
+    case, sigma = yardstick.case, sigma_of(gates)
+    found = [_no_truth(case)]
+    if outcome == "agree" and sigma > limits.SIGMA_NOISY:
+        found.append(
+            f"agrees, noisier than usual: sigma is {sigma:.2f}, "
+            f"correct engines read at most {limits.SIGMA_NOISY:g}"
+        )
+    absent = [plan for plan in ORDER if plan in case.manifest.plans and plan not in traces]
+    if absent and traces:
+        found.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
+    if case.manifest.packed and any(g.scope == "algebra" and g.ran for g in gates):
+        found.append(
+            f"algebra ran on the unpacked weights ({case.manifest.packed}); it does not cover "
+            "quantized_matmul, which the other gates judge"
+        )
+    found += [*_of_sequence(case), *_of_traces(case, traces.values())]
+    weak = power.note(power.read(), case.manifest.dtype, limits.current_limits())
+    return [note for note in (*found, _blind(yardstick), weak) if note]
+
+
+def _no_truth(case: Case) -> str | None:
+    if case.has_truth:
+        return None
+    left = ", ".join(case.manifest.left_out)
+    odd = f"; left out, as it computes something else in float64: {left}" if left else ""
+    return (
+        "no truth for this architecture: the reference is the mean of transformers' own runs "
+        f"({', '.join(case.pool.members)}), and an error that all of them share is not seen{odd}"
+    )
+
+
+def _of_sequence(case: Case) -> list[str]:
+    """What the tokens and their plans leave unseen."""
+    found, plans = [], case.manifest.plans
+    fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
+    if fed > PREFIXES_MOST and "prefixes" not in plans:
+        found.append(
+            f"prefixes was not run: it would feed {fed:,} tokens, the limit is {PREFIXES_MOST:,}; "
+            "full and step are judged"
+        )
+    if "chunked" not in plans:
+        found.append("chunked does not apply: a prompt of one token cannot be split")
+    if case.length > 1 and len(set(case.manifest.tokens)) == 1:
+        found.append(
+            "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones"
+        )
+    return found
+
+
+def _of_traces(case: Case, traces: Iterable[Trace]) -> list[str]:
+    """What the traces do not say of themselves, and where nobody measured the limits."""
+    metas, found = [trace.meta for trace in traces], []
+    if any(meta.fingerprint is None for meta in metas):
+        found.append("weights undeclared: the trace does not say of which weights it is")
+    if any(meta.config_digest not in (None, case.manifest.config_digest) for meta in metas):
+        found.append("config digest differs from the oracle's: the engine read another config.json")
+    if case.pool.distinct < limits.DISTINCT_LEAST:
+        found.append(
+            f"the pool has {case.pool.distinct} bitwise distinct members, "
+            f"usually {limits.DISTINCT_LEAST} or more: its floor may read low"
+        )
+    systems = (str(meta.environment.get("os", "unknown")).lower() for meta in metas)
+    names = [(system.split("-")[0].split() or ["unknown"])[0] for system in systems]
+    devices = set(zip(names, (meta.device for meta in metas), strict=True)) - limits.CALIBRATED
+    if devices:
+        classes = ", ".join(" ".join(one) for one in sorted(devices))
+        found.append(
+            f"limits not calibrated on this device ({classes}): they were measured on Linux CPUs"
+        )
+    return found
+
+
+def _blind(yardstick: Yardstick) -> str | None:
+    """In a coarse dtype: whether logits times 1.001 would have been seen in the run's dtype."""
+    case, usual = yardstick.case, limits.CONTROL_SCALE["float32"]
+    dtype = case.manifest.dtype
+    sigma = None if dtype == "float32" else blind_to(yardstick, usual)
+    if sigma is None:
+        return None
+    unseen = "unseen outside lane A" if case.has_truth else "unseen here"
+    return (
+        f"in {dtype} logits times {usual:g} pass (sigma {sigma:.2f}), {unseen}; "
+        f"times {limits.CONTROL_SCALE[dtype]:g} is seen"
+    )

@@ -1,0 +1,135 @@
+"""What page and terminal both say of a verdict: the sentence, the sides, the oracle's proofs.
+
+Pure functions: no clock, no file and no machine is read, so the same run gives the same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxkv.judge.delta import Pair
+from mlxkv.judge.result import Control, Verdict
+from mlxkv.report.text import environment_rows, number, power, quoted
+from oracle.formats.run_folder import Manifest
+from oracle.formats.trace import Meta
+
+GATES = ("gate", "plan", "value", "limit", "headroom", "where")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine's surroundings as text.
+
+    `title` heads its column, `headline` stands in the first line of the terminal.
+    """
+
+    title: str
+    headline: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def side(meta: Meta) -> Side:
+    """The engine that a trace is of."""
+    named, mlx = f"{meta.engine} {meta.engine_version}".strip(), meta.environment.get("mlx")
+    blas = str(meta.environment.get("blas", "")).split(" (")[0]
+    # The port is part of this program; whose model else runs on MLX must be said.
+    known = [] if mlx and meta.engine.startswith("mlxkv") else [named]
+    engine = ", ".join([*known, *([f"mlx {mlx}"] if mlx else [])])
+    first = (("engine", named), ("device", meta.device), ("dtype", meta.dtype))
+    headline = f"{engine} {meta.device}" + (f" ({blas})" if blas else "")
+    return Side(meta.engine, headline, (*first, *environment_rows(meta.environment)))
+
+
+def oracle_side(manifest: Manifest) -> Side:
+    """The oracle that a folder is of."""
+    version = manifest.environment.get("torch")
+    what = "transformers alone: no truth for this architecture"
+    if manifest.has_truth:
+        what = "transformers and strict float64 truth"
+    first = {"engine": what, "device": "cpu", "dtype": manifest.dtype}
+    rest = [row for row in environment_rows(manifest.surroundings) if row[0] not in first]
+    headline = f"torch {version}" if version else "transformers"
+    return Side("oracle", headline, (*first.items(), *rest))
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict in one line."""
+    alone = verdict.against == "transformers"
+    if verdict.outcome == "agree":
+        return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
+    if verdict.outcome == "cannot tell":
+        first, *rest = verdict.reasons or ("no gate could run",)
+        return f"cannot tell: {first}" + (f" (and {len(rest)} more)" if rest else "")
+    failed = [g for g in verdict.worst if g.failed]
+    scopes = ", ".join(dict.fromkeys(g.scope for g in failed))
+    what = "differs from transformers" if alone else "differ"
+    return f"{what} ({scopes}): {', '.join(g.name for g in failed)}{_first_wrong(verdict)}"
+
+
+def _first_wrong(verdict: Verdict) -> str:
+    first = verdict.first_wrong
+    if first is None:
+        return ""
+    token = f" {quoted(first.token)}" if first.token is not None else ""
+    layer = f", layer {first.layer}" if first.layer is not None else ""
+    where = f"plan {first.plan}, {first.gate}{layer}"
+    return f"; first wrong position {first.position}{token} ({where})"
+
+
+def cause(verdict: Verdict) -> str | None:
+    """The usual mistake that explains the difference, in one line."""
+    found = verdict.cause
+    if found is None:
+        return None
+    against = f"sigma {found.sigma:.2f} against a truth with that mistake"
+    return f"looks like {found.words} ({against})"
+
+
+def controls(verdict: Verdict) -> str:
+    """What became of the controls, and how much the pool is worth."""
+    members = f"{verdict.distinct} distinct pool members"
+    return "; ".join([*map(_control, verdict.controls), members])
+
+
+def _control(control: Control) -> str:
+    other = {"agree": "differs", "differ": "agrees"}[control.expected]
+    did = f"{control.expected}s" if control.passed else f"{other}, must {control.expected}"
+    return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
+
+
+def pair_cells(pair: Pair) -> list[str]:
+    """max |d|, that of the first and of the last row, rms, top-1."""
+    deltas = (pair.max_abs, pair.first_max, pair.last_max, pair.rms)
+    return [*map(number, deltas), f"{pair.top1_equal}/{pair.rows}"]
+
+
+def model(manifest: Manifest) -> str:
+    """The model's name, and what is to be said of it."""
+    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name
+
+
+def prompt(manifest: Manifest) -> str:
+    """The prompt as text, or how many ids it has."""
+    if manifest.prompt is not None:
+        return quoted(manifest.prompt)
+    if manifest.texts:
+        return quoted("".join(manifest.texts[: manifest.prompt_tokens]))
+    return f"{manifest.prompt_tokens} ids"
+
+
+def proofs(manifest: Manifest) -> tuple[str, str]:
+    """What the folder measures by, and how well that is proved."""
+    if manifest.has_truth:
+        plans = " = ".join(name for name in ("step", "full", "chunked") if name in manifest.plans)
+        agreement = _measured(manifest, "truth_agreement", f"{plans} to ", "agreement ")
+        double = _measured(manifest, "transformers_double", "transformers within ", "transformers ")
+        return "truth", f"{agreement}, {double}"
+    runs = f"mean of {manifest.pool_distinct} runs of transformers"
+    apart = _measured(manifest, "members_apart", "each within ", "")
+    double = _measured(manifest, "mean_double", "float64 within ", "float64 ")
+    return "no truth", f"{runs}, {apart}, {double}"
+
+
+def _measured(manifest: Manifest, name: str, before: str, instead: str) -> str:
+    value = manifest.proofs.get(name)
+    return f"{instead}not measured" if value is None else f"{before}{power(value, digits=2)}"
