@@ -107,6 +107,9 @@ MUTATIONS = (
         "if",
         "tests/oracle/test_robust.py",
         "oracle/trace.py",
+        was_find="if start != end or",
+        was_put="if",
+        was_tests="tests/oracle",
     ),
     M(
         "a refusal ends with 1, which means that engines differ",
@@ -125,15 +128,17 @@ MUTATIONS = (
         "[dtype, threads]",
         "tests/oracle/test_folder.py",
         "oracle/trace.py",
+        was_tests="tests/oracle",
     ),
     # oracle/model
     M(
         "a fingerprint leaves out the shapes",
-        "oracle/model/safetensors.py",
-        "list(found[name].shape), digests",
+        "oracle/model/fingerprint.py",
+        "list(t.shape), digests",
         "digests",
         "tests/oracle/test_checkpoint.py tests/oracle/test_default_model.py",
         "oracle/safetensors_file.py",
+        was_find="list(found[name].shape), digests",
     ),
     M(
         "a tensor may lie in another shard than the index says",
@@ -145,8 +150,8 @@ MUTATIONS = (
     ),
     M(
         "a remembered hash serves a file that was changed since",
-        "oracle/model/safetensors.py",
-        "value == stamp\n            and set(found)",
+        "oracle/model/fingerprint.py",
+        "value == stamp and set(found)",
         "set(found)",
         "tests/oracle/test_checkpoint.py",
         "oracle/safetensors_file.py",
@@ -154,11 +159,12 @@ MUTATIONS = (
     ),
     M(
         "weights of an unknown quantisation are read bare",
-        "oracle/model/checkpoint.py",
-        "_QUANTISED_TENSORS.fullmatch(name) and",
+        "oracle/model/packing.py",
+        "_OTHER_TENSORS.fullmatch(name) and",
         "False and",
         "tests/oracle/test_checkpoint.py tests/oracle/test_packed.py",
         "oracle/checkpoint.py",
+        was_find="_QUANTISED_TENSORS.fullmatch(name) and",
     ),
     M(
         "rows of q and k of a GGUF stay in pairs order",
@@ -179,7 +185,7 @@ MUTATIONS = (
     ),
     M(
         "the truth is computed from unrounded weights",
-        "oracle/truth/llama.py",
+        "oracle/truth/weights.py",
         ".to(DTYPES[self.dtype]).to(torch.float64)",
         ".to(torch.float64)",
         "tests/oracle/test_truth.py tests/oracle/test_folder.py",
@@ -188,10 +194,12 @@ MUTATIONS = (
     M(
         "YaRN's upper bound is that of pairs",
         "oracle/truth/llama.py",
-        "config.head_dim - 1)",
-        "config.head_dim // 2 - 1)",
+        "min(last, D - 1)",
+        "min(last, D // 2 - 1)",
         "tests/oracle/test_rope.py",
         "oracle/truth.py",
+        was_find="config.head_dim - 1)",
+        was_put="config.head_dim // 2 - 1)",
     ),
     M(
         "an unknown key of config.json is accepted",
@@ -213,10 +221,12 @@ MUTATIONS = (
     M(
         "a cloned cache of transformers shares its rows",
         "oracle/pool/reference.py",
-        "copy.deepcopy(self._caches[step.source])",
-        "self._caches[step.source]",
+        "copy.deepcopy(caches[source])",
+        "caches[source]",
         "tests/oracle/test_reference.py",
         "oracle/reference.py",
+        was_find="copy.deepcopy(self._caches[step.source])",
+        was_put="self._caches[step.source]",
     ),
     M(
         "one run of transformers is taken for a noise",
@@ -238,10 +248,12 @@ MUTATIONS = (
     M(
         "a run that is not finite becomes part of the pool",
         "oracle/answer.py",
-        "floors.require_finite(made)",
+        "errors.require_finite(made)",
         "pass",
         "tests/oracle/test_folder.py tests/oracle/test_truth.py tests/oracle/test_reference.py",
         "oracle/answer.py",
+        was_find="floors.require_finite(made)",
+        was_tests="tests/oracle",
     ),
     M(
         "a run folder is replaced without --force",
@@ -365,7 +377,7 @@ MUTATIONS = (
         "SIGMA = 80.0",
         "tests/mlxkv/test_limits.py",
         "mlxkv/judge/verdict.py",
-        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_behaviour.py",
+        was_tests="tests/mlxkv/test_verdict.py tests/mlxkv/test_selftest.py",
     ),
     M(
         "NaN passes a gate",
@@ -471,7 +483,7 @@ MUTATIONS = (
         "mlxkv/judge/admission.py",
         "if name in found:",
         "if False:",
-        "tests/mlxkv/test_cli.py",
+        "tests/mlxkv/test_delta.py",
         "mlxkv/judge/case.py",
     ),
     # mlxkv
@@ -529,7 +541,7 @@ MUTATIONS = (
         "mlxkv/judge/admission.py",
         "pair is None or pair[0].shape",
         "pair is None and pair[0].shape",
-        "tests/mlxkv/test_verdict.py",
+        "tests/mlxkv/test_fuzz.py",
         "mlxkv/judge/case.py",
         drawn=True,
     ),
@@ -577,10 +589,12 @@ MUTATIONS = (
     M(
         "a run folder's plans must not be those of its manifest",
         "oracle/folder.py",
-        "if plan.digest != manifest.plans[name]:",
-        "if plan.digest == manifest.plans[name]:",
+        "if found[name].digest != digest:",
+        "if found[name].digest == digest:",
         "tests/oracle/test_folder.py",
         "oracle/folder.py",
+        was_find="if plan.digest != manifest.plans[name]:",
+        was_put="if plan.digest == manifest.plans[name]:",
         drawn=True,
     ),
     M(
