@@ -91,7 +91,7 @@ def test_reuse1_and_nocache1_begin_as_candles_do() -> None:
 
 
 def test_every_system_has_a_plan_or_a_reason_and_every_aim_a_step() -> None:
-    known = {talk.name for talk in talks(PAGE)}
+    known = set(talks(PAGE))
     for scenario in scenarios(PAGE):
         assert list(scenario.plans) == list(scenario.expected)
         assert set(SYSTEMS) <= set(scenario.plans) <= {*SYSTEMS, *OTHER_CACHES}
