@@ -1,4 +1,7 @@
-"""The scenarios are the page's experiments: candle's own plans where it has them, and prompts that would show nothing refused."""
+"""The scenarios are the page's experiments, and candle's own plans where it has them.
+
+Prompts that would show nothing are refused.
+"""
 
 from __future__ import annotations
 
