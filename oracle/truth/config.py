@@ -1,8 +1,9 @@
 """config.json -> what the truth needs of it.
 
 The port reads the same file by itself: two readings that agree are evidence. Every key is used,
-ignored because it cannot change a logit, or refused by name. Defaults are those of transformers'
-LlamaConfig where one is harmless; sizes have none. This module knows no torch and reads no weights.
+ignored because it cannot change a logit, or refused by name, whatever its value. Defaults are those
+of transformers' LlamaConfig where one is harmless; sizes have none. This module knows no torch and
+reads no weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.truth.keys import Keys, described
 from oracle.truth.rope import MOST_POSITIONS, LongRope, Scaling, read_rope
 
@@ -36,22 +37,26 @@ IGNORED = {
         transformers.js_config is_llama_config tokenizer_class prefix task_specific_params
         finetuning_task problem_type id2label label2id num_labels output_attentions
         output_hidden_states output_scores return_dict return_dict_in_generate torchscript
-        use_bfloat16 tf_legacy_loss chunk_size_feed_forward _attn_implementation_autoset
-        unsloth_version unsloth_fixed""",
-    "other models": "sliding_window",
+        use_bfloat16 tf_legacy_loss chunk_size_feed_forward _attn_implementation
+        _attn_implementation_autoset _flash_attn_2_enabled _commit_hash unsloth_version
+        unsloth_fixed""",
+    "other models": """sliding_window max_window_layers seq_length max_sequence_length
+        model_max_length""",
 }
 _WITHOUT_EFFECT = {key for keys in IGNORED.values() for key in keys.split()}
 # These would change the model, so only the value that leaves it a Llama is accepted. Null always
 # counts as absent.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
-    "architectures": (["LlamaForCausalLM"], []),
-    "hidden_act": ("silu",),
+    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], []),
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
     "rope_interleaved": (False,),
     "rope_traditional": (False,),
     "partial_rotary_factor": (1.0, 1),
     "use_sliding_window": (False,),
     "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "tie_encoder_decoder": (False,),
@@ -168,7 +173,7 @@ def read_config(
     """The Config of a decoded config.json, from which a person took the keys `without`."""
     refuse_taken_out(without, {*_USED, *_NEUTRAL}, where)
     given = Keys({key: value for key, value in values.items() if value is not None}, where)
-    _refuse_unknown(given)
+    _refuse_unknown(Keys(values, where))
     sizes = {key: given.whole(key, most=most) for key, most in _SIZES.items()}
     heads, positions = sizes["num_attention_heads"], sizes["max_position_embeddings"]
     most = _SIZES["num_attention_heads"]
@@ -204,16 +209,19 @@ def refuse_taken_out(without: Sequence[str], known: set[str], where: str) -> Non
 
 
 def _refuse_unknown(given: Keys) -> None:
-    if "model_type" not in given.values:
+    if given.values.get("model_type") is None:
         raise given.refusal("no model_type, expected 'llama'", "only Llama models can be run")
     for key, value in given.values.items():
         neutral = _NEUTRAL.get(key, ())
-        if neutral and not any(type(value) is type(v) and value == v for v in neutral):
+        if (
+            neutral
+            and value is not None
+            and not any(type(value) is type(v) and value == v for v in neutral)
+        ):
             what = f"{key} is {described(value)}, expected {neutral[0]!r}"
             raise given.refusal(what, "only plain Llama models can be run")
-        known = neutral or key in _WITHOUT_EFFECT or key in _USED
-        if not known and value is not False:
-            what = f"unknown key {key!r} ({described(value)}), which may change the logits"
+        if not neutral and key not in _WITHOUT_EFFECT and key not in _USED:
+            what = f"unknown key {key!r} ({brief(value)}), which may change the logits"
             raise given.refusal(what, "--ignore-key if it does not")
 
 

@@ -29,8 +29,9 @@ _READ = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
 }
 _UNREAD = {"rope_type", "type", "rope_theta", "finetuned"}  # transformers does not read the last
-# Where transformers takes null for a value.
+# Where transformers takes null for a value, and where for an absent key.
 _NULL_COUNTS = {"truncate", _ORIGINAL}
+_NULL_IS_ABSENT = set().union(*_READ.values(), _UNREAD, {"partial_rotary_factor"}) - _NULL_COUNTS
 _KEEP_ONE = "keep one of them"
 
 
@@ -150,7 +151,7 @@ class _Reader(Keys):
     def __init__(
         self, values: Mapping[str, Any], where: str, max_positions: int, pairs: int
     ) -> None:
-        kept = {k: v for k, v in values.items() if v is not None or k in _NULL_COUNTS}
+        kept = {k: v for k, v in values.items() if v is not None or k not in _NULL_IS_ABSENT}
         self._types = [kept[key] for key in ("rope_type", "type") if key in kept]
         super().__init__({k: v for k, v in kept.items() if k not in _UNREAD}, where)
         self._max_positions, self._pairs = max_positions, pairs
@@ -183,7 +184,10 @@ class _Reader(Keys):
             what = f"rope_type is {brief(found)}, expected one of {', '.join(map(repr, _READ))}"
             raise self.refusal(what, "other kinds of RoPE cannot be run")
         for key, value in sorted(self.values.items()):
-            if key not in _READ[found] and value is not None and value is not False:
+            unset = (key in _NULL_COUNTS and value is None) or (
+                key == "truncate" and value is False
+            )
+            if key not in _READ[found] and not unset:
                 what = f"unknown key {key!r} ({described(value)}) for rope_type {found!r}"
                 raise self.refusal(what, "remove it")
         return found

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import command
 import mlx.core as mx
 import models
 import numpy as np
 import pytest
-from command import Done, torch_python
+from command import Done, mlxkv, torch_python
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
@@ -663,19 +662,29 @@ def test_a_folder_without_a_tap_never_passes_for_one_with_it(
 # The command.
 
 
-def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    return command.mlxkv("locate", *arguments, env=env)
+def locate_command(*arguments: object, env: dict[str, str] | None = None) -> Done:
+    return mlxkv("locate", *arguments, env=env)
 
 
 def test_the_command_says_that_nothing_stands_out(
     bare: Path, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    done = mlxkv(folder_of("gqa"), "--oracle", bare, "--out", tmp_path)
+    done = locate_command(folder_of("gqa"), "--oracle", bare, "--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     last, report = done.stdout.splitlines()[-2:]
     assert last.startswith("nothing stands out: every tap within ")
     assert report == f"report: {tmp_path / 'locate.md'}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["locate.json", "locate.md", "locate.svg"]
+
+
+def test_a_key_that_is_to_be_ignored_is_ignored_by_the_process_that_records(
+    bare: Path, tmp_path: Path
+) -> None:
+    odd = models.save(tmp_path / "odd", models.config("gqa") | {"surprise": 1})
+    given = (odd, "--oracle", bare, "--out", tmp_path / "out")
+    done = locate_command(*given, "--ignore-key", "surprise")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing stands out" in done.stdout
 
 
 def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
@@ -688,7 +697,7 @@ def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
     )
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     runs = [
-        mlxkv(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env)
+        locate_command(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env)
         for name in ("a", "b")
     ]
     assert [run.returncode for run in runs] == [1, 1]
@@ -734,7 +743,7 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     values[0, 7] = values[0, 6]
     trace.write(tmp_path / "third.safetensors", made.meta, made.arrays)
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = mlxkv(
+    done = locate_command(
         folder_of("gqa"),
         "--oracle",
         bare,
@@ -777,7 +786,7 @@ def test_the_command_refuses_in_one_line(bare: Path, tmp_path: Path) -> None:
     other = models.save(
         tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1)
     )
-    done = mlxkv(other, "--oracle", bare, "--out", tmp_path / "out")
+    done = locate_command(other, "--oracle", bare, "--out", tmp_path / "out")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "made with weights" in done.stderr
 

@@ -65,14 +65,16 @@ LENGTHS = (12, 40)
 TRUTH = """
 import json, sys
 import numpy as np
-from oracle import truth
-from oracle.checkpoint import resolve
-from oracle.config import config_of
+from oracle.model.checkpoint import resolve
+from oracle.truth import llama as truth
+from oracle.truth.config import config_of
+from oracle.truth.weights import Weights
 for name, folder, tokens, out in json.load(sys.stdin):
     checkpoint = resolve(folder)
     config = config_of(checkpoint)
-    weights = truth.Weights(checkpoint, dtype="float32")
-    streams = truth.follow(weights, config, tokens, segments={"full": [len(tokens)], "step": [5] + [1] * (len(tokens) - 5)})
+    weights = Weights(checkpoint, dtype="float32")
+    segments = {"full": [len(tokens)], "step": [5] + [1] * (len(tokens) - 5)}
+    streams = truth.follow(weights, config, tokens, segments=segments)
     logits = np.zeros((len(tokens), config.vocab_size))
     most, apart = truth.write_logits(streams, weights.head(config), logits)
     assert apart <= 1e-12 * most, name

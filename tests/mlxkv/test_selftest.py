@@ -17,7 +17,7 @@ from mlxkv.commands.selftest import run as selftesting
 from mlxkv.commands.selftest.faults import FAULTS, applies
 from mlxkv.commands.selftest.models import COMMON, LAYOUTS, Tiny
 from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial, unseen
-from mlxkv.commands.selftest.worker import Bench, Loaded
+from mlxkv.commands.selftest.worker import Experiment, Ports
 from mlxkv.engines.oracle import judged
 from mlxkv.judge import power
 from mlxkv.judge.case import read_case
@@ -45,8 +45,8 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
     layout: str, std: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selftesting, "TINY", (Tiny(layout, std, 0),))
-    result = selftesting.run(None, None, faults=(), tiny=True, real=False, dtype=dtype)
-    ((name, trials),) = result.trials.items()
+    done = selftesting.run(selftesting.Request(real=False, dtype=dtype))
+    ((name, trials),) = done.trials.items()
     of = of_layout(layout)
     rights = RIGHTS if sys.platform == "linux" else RIGHTS[:2]
     assert [t.fault for t in trials] == [
@@ -59,7 +59,7 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
         dtype != "float32"
         or "calls of several tokens are noisier than single ones" in hints["TF32-like matmul"]
     )
-    assert (result.exit_code, name, result.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
+    assert (done.exit_code, name, done.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
 
 
 def test_a_branch_that_writes_into_its_parent_is_accused(
@@ -76,8 +76,8 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
         fingerprint=case.manifest.fingerprint,
         config_digest=case.manifest.config_digest,
     )
-    bench = Bench(case, plans, Loaded(models, meta, {"tanh": 0.0}))
-    assert bench.right(BRANCH).why == ""
+    experiment = Experiment(case, plans, Ports(models, meta, {"tanh": 0.0}))
+    assert experiment.correct(BRANCH).why == ""
     put = cache._put
 
     def careless(buffer: Any, rows: Any, at: int) -> Any:
@@ -88,7 +88,7 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
         return buffer
 
     monkeypatch.setattr(cache, "_put", careless)
-    found = bench.right(BRANCH)
+    found = experiment.correct(BRANCH)
     assert (found.outcome, found.position) == ("differ", 5)
     assert found.why.startswith("differ: ")
 
