@@ -18,7 +18,7 @@ from mlxkv.judge.case import Case
 from mlxkv.judge.floors import Floors, logit_floors
 from mlxkv.judge.result import Cause
 from mlxkv.judge.verdict import SIGMA
-from oracle.formats.disk import sha256
+from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace, read
 
@@ -67,7 +67,7 @@ def read_suspects(folder: Path, fingerprint: str) -> list[tuple[Cause, Trace]]:
             f"{path}: not a list of suspects ({' '.join(str(error).split())}); have it made again"
         ) from error
     for _, file, digest in listed:
-        if sha256(file) != digest:
+        if hash_once(file) != digest:
             raise Refusal(
                 f"{file}: sha256 differs from the one in suspects.json; have the folder made again"
             )

@@ -266,7 +266,7 @@ def test_the_port_agrees_in_both_lanes(room: Path, name: str) -> None:
     assert verdict.scopes == ("algebra", "logits", "cache")
     assert max(g.value for g in verdict.gates if g.name == "sigma") < SIGMA_NOISY
     (note,) = (n for n in verdict.notes if "quantized_matmul" in n)
-    words = read_case(room / f"{name} oracle").packed
+    words = read_case(room / f"{name} oracle").manifest.packed
     assert (
         note
         == f"algebra ran on the unpacked weights ({words}); it does not cover quantized_matmul, which the other gates judge"

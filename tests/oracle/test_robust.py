@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -427,7 +426,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(
 def test_a_folder_goes_with_a_signal_that_comes_as_soon_as_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    owner = {"mkdir": Path, "open": os, "flock": fcntl}[moment]
+    owner = {"mkdir": Path, "open": disk.os, "flock": disk.fcntl}[moment]
     real = getattr(owner, moment)
 
     def stopped(*arguments: object, **options: object) -> None:
