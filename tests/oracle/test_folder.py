@@ -14,6 +14,7 @@ from folders import refusal
 import oracle
 from oracle import folder
 from oracle.formats import disk, plan, run_folder, trace
+from oracle.pool import reference
 from oracle.question import ask
 from oracle.truth import llama, record
 
@@ -435,6 +436,21 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
         oracle.run, str(model), out=tmp_path / "out", tokens=[1, 2], steps=0, threads=1
     )
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_run_of_the_pool_that_is_not_finite_is_refused(model, tmp_path, monkeypatch):
+    right = reference.Reference.run
+
+    def run(self, plan, *, attention="sdpa"):
+        made = right(self, plan, attention=attention)
+        if attention == "eager":
+            made.logits[3, 4] = np.inf
+        return made
+
+    monkeypatch.setattr(reference.Reference, "run", run)
+    line = refusal(oracle.run, model, out=tmp_path / "x", tokens=models.tokens(6), steps=0)
+    assert line.startswith("transformers trace of plan 'full': logits is not finite at position 3")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_place_is_refused_before_any_work(tmp_path):
