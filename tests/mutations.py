@@ -204,10 +204,12 @@ MUTATIONS = (
     M(
         "an unknown key of config.json is accepted",
         "oracle/truth/config.py",
-        "and value is not False",
-        "and value is ...",
+        "not in _WITHOUT_EFFECT and key not in _USED:",
+        "not in _WITHOUT_EFFECT and False:",
         "tests/oracle/test_config.py",
         "oracle/config.py",
+        was_find="and value is not False",
+        was_put="and value is ...",
     ),
     # oracle/pool
     M(
@@ -522,10 +524,12 @@ MUTATIONS = (
     M(
         "an optional number of RoPE is not read",
         "mlxkv/port/config/rope.py",
-        "return None if value is None else self.values.number(",
-        "return None if value is not None else self.values.number(",
+        "return None if self.scaling.get(key) is None else",
+        "return None if self.scaling.get(key) is not None else",
         "tests/mlxkv/test_config_rope.py",
         "mlxkv/port/config_rope.py",
+        was_find="return None if value is None else self.values.number(",
+        was_put="return None if value is not None else self.values.number(",
         drawn=True,
     ),
     M(
