@@ -91,9 +91,7 @@ class Runner(PlanRunner):
         """Every layer's `trim` of what is too much, as mlx-lm's users do."""
         cache, held = self.caches[name], self.fed[name]
         if length > held:
-            raise TooShort(
-                f"crop: length is {length}, expected at most the {held} tokens cached"
-            )
+            raise TooShort(f"crop: length is {length}, expected at most the {held} tokens cached")
         if cache is None:
             return
         if not all(hasattr(layer, "trim") for layer in cache):
