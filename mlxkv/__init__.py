@@ -1,14 +1,14 @@
-"""Llama inference on MLX with a candle-style KV cache, and the command that judges it against a torch oracle.
+"""Llama inference on MLX with a candle-style KV cache, and the command that judges it.
 
-The public names are resolved when they are first used: importing this package loads neither MLX nor anything else of
-weight, sets no environment variable and loads no library.
+The judge is a torch oracle in a process of its own. The public names are resolved when they are
+first used: importing this package loads neither MLX nor anything else of weight, sets no
+environment variable and loads no library.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-
-TYPE_CHECKING = False  # typing's own would be a fifth of the time in which Python answers an interrupt with a traceback
+# No `from __future__`: that is an import, and `python -m mlxkv` would make it from the working
+# folder. typing's own TYPE_CHECKING would be a fifth of the time in which Python answers an
+# interrupt with a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -29,13 +29,33 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    if name != "testing" and name not in _HOMES:
+        raise AttributeError(f"module 'mlxkv' has no attribute {name!r}")
+    from importlib import import_module
+
+    require_oracle()
     if name == "testing":
         return import_module("mlxkv.testing")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mlxkv' has no attribute {name!r}")
     return getattr(import_module(f"mlxkv.port.{_HOMES[name]}"), name)
 
 
-def __dir__() -> list[str]:
+def __dir__() -> "list[str]":
     return sorted(__all__)
+
+
+def require_oracle() -> None:
+    """Raises ImportError where the module `oracle` is not the one installed with this package.
+
+    What is found instead is not executed.
+    """
+    from importlib.util import find_spec
+    from os.path import dirname, realpath
+
+    home, spec = dirname(dirname(realpath(__file__))), find_spec("oracle")
+    found = spec.origin if spec is not None and spec.origin else "none"
+    if dirname(dirname(realpath(found))) != home:
+        raise ImportError(
+            f"oracle: found {found}, expected the package installed beside mlxkv in {home}; "
+            "rename that file or run from another place"
+        )

@@ -122,7 +122,7 @@ def _of_another(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], T
     vocab = case.truth.logits.shape[1]
 
     def follow(plan: Plan) -> Trace:
-        runner = own.Runner(model, plan, name=name, vocab=vocab).run()
+        runner = own.OwnRunner(model, plan, name=name, vocab=vocab).run()
         return Trace(about(plan, outcomes=runner.outcomes), runner.arrays())
 
     return follow

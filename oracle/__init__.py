@@ -1,9 +1,8 @@
-"""The CPU reference: transformers follows a plan, a strict float64 forward says what is true."""
+"""The CPU reference: torch and transformers follow a plan, a float64 forward says what is true."""
 
-from __future__ import annotations
-
-# Python answers an interrupt during these imports with a traceback. Importing typing for its own
-# TYPE_CHECKING would make that time a fifth longer.
+# No `from __future__`: that is an import, and `python -m oracle` would make it from the working
+# folder. typing's own TYPE_CHECKING would be a fifth of the time in which Python answers an
+# interrupt with a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -14,16 +13,16 @@ if TYPE_CHECKING:
     from oracle.formats.trace import Trace
 
 __all__ = ["Plan", "Trace", "plan", "run", "trace"]
-_HOMES = {"Plan": "formats.plan", "Trace": "formats.trace", "run": "folder"}
-_MODULES = {"plan": "formats.plan", "trace": "formats.trace"}
+_HOME = {"Plan": "plan", "Trace": "trace", "plan": "plan", "trace": "trace"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """The public names, imported when they are first used."""
-    home = _HOMES.get(name) or _MODULES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'oracle' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(f"oracle.{home}")
-    return module if name in _MODULES else getattr(module, name)
+    if name == "run":
+        return import_module("oracle.folder").run
+    if name not in _HOME:
+        raise AttributeError(f"module 'oracle' has no attribute {name!r}")
+    module = import_module(f"oracle.formats.{_HOME[name]}")
+    return module if name == _HOME[name] else getattr(module, name)

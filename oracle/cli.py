@@ -1,232 +1,233 @@
-"""The oracle's command line. It reads options, calls one function and prints: results on stdout, the rest on stderr."""
+"""The oracle's command line.
+
+It reads options, calls one function and prints: results on stdout, the rest on stderr.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from oracle.formats import exits
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
+from oracle.formats.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from oracle.question import Progress
+    from typing import Unpack
+
+    from oracle.formats.run_folder import Manifest
+    from oracle.question import Computed, Making
+
+_Option = Callable[[Callable[..., None]], Callable[..., None]]
+_PATH = click.Path(path_type=Path)
+_DTYPES = ["float32", "float16", "bfloat16"]
 
 
-_FOLDER = click.Path(path_type=Path)
+class _List(click.ParamType):  # type: ignore[type-arg]
+    """Values separated by commas: names, or whole numbers."""
+
+    def __init__(self, kind: Callable[[str], Any]) -> None:
+        self.name, self._kind = "n,n,..." if kind is int else "name,...", kind
+
+    def convert(self, value: Any, param: click.Parameter | None, _: object) -> tuple[Any, ...]:
+        try:
+            return tuple(self._kind(part) for part in str(value).split(","))
+        except ValueError:
+            what = f"{value!r}, expected whole numbers separated by commas"
+            raise Refusal(what, where=param.opts[0] if param else "") from None
+
+
+def _option(name: str, what: str, *, into: str | None = None, **settings: Any) -> _Option:
+    """An option with its help, whose default, if it has one, is shown; `into` is its parameter."""
+    names = [name] if into is None else [name, into]
+    shown = settings.get("default") is not None
+    return click.option(*names, help=what, show_default=shown, **settings)
+
+
+def _options(*options: _Option) -> _Option:
+    def apply(function: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+_folder = click.argument("folder", type=_PATH)
+_model = _options(
+    click.argument("model", required=False),
+    _option("--revision", "The commit of a Hub model."),
+)
+_key = "A key of config.json to take out, though unknown."
+_computed = _options(
+    _option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
+    _option("--threads", "Threads of torch  [default: one per core]", type=click.IntRange(1)),
+    _option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
+)
+_json = _option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
+_out = partial(_option, "--out", type=_PATH, required=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="mlxkv", prog_name="mlxkv-oracle")
 def cli() -> None:
-    """Compute what is true of a Llama on a prompt, and how far transformers is from it, on a CPU without MLX.
+    """Compute what is true of a Llama on a prompt, and how far transformers is from it, on a CPU.
 
-    Of another architecture no truth is known: transformers' own runs and their mean.
+    MLX is not needed. Of another architecture no truth is known: transformers' own runs and their
+    mean.
 
     Exit codes: 0 done, 2 could not be done, 130 interrupted.
     """
 
 
 @cli.command()
-@click.argument("model", required=False)
-@click.option("--prompt", help="Text to start from.")
-@click.option("--prompt-file", type=_FOLDER, help="A UTF-8 text file to start from.")
-@click.option("--tokens", metavar="N,N,...", help="Token ids to start from.")
-@click.option(
+@_model
+@_option("--prompt", "Text to start from.")
+@_option("--prompt-file", "A UTF-8 text file to start from.", type=_PATH)
+@_option("--tokens", "Token ids to start from.", type=_List(int))
+@_option(
     "--prompt-tokens",
+    "With --steps 0: how many of --tokens are the prompt  [default: all]",
     type=int,
-    help="With --steps 0: how many of --tokens are the prompt  [default: all]",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(0),
-    default=20,
-    show_default=True,
-    help="Greedy tokens after the prompt.",
-)
-@click.option(
-    "--chunks",
-    metavar="N,N,...",
-    help="Sizes in which the chunked plan sends the prompt  [default: 3/5 and the rest]",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    default="float32",
-    show_default=True,
-)
-@click.option("--out", type=_FOLDER, required=True, help="The folder to make.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
-@click.option("--revision", help="The commit of a Hub model.")
-@click.option(
-    "--ignore-key",
-    "ignore_keys",
-    metavar="NAME",
-    multiple=True,
-    help="A key of config.json to take out, though unknown.",
-)
-@click.option(
-    "--taps",
-    metavar="NAME,...",
-    default="hidden",
-    show_default=True,
-    help="Places inside a layer that the truth records.",
-)
-@click.option("--keep-pool", is_flag=True, help="Keep the eager runs too.")
-@click.option("--force", is_flag=True, help="Replace a folder that an earlier run left.")
-def run(
-    prompt: str | None,
-    prompt_file: Path | None,
-    tokens: str | None,
-    chunks: str | None,
-    taps: str,
-    **options: Any,
-) -> None:
-    """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model."""
-    sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
+@_option("--steps", "Greedy tokens after the prompt.", type=click.IntRange(0), default=20)
+@_option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=_List(int))
+@_computed
+@_option("--taps", "Places in a layer that the truth records.", type=_List(str), default="hidden")
+@_option("--keep-pool", "Keep the eager runs too.", is_flag=True)
+@_option("--force", "Replace a folder that an earlier run left.", is_flag=True)
+@_out("The folder to make.")
+def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack[Making]) -> None:
+    """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default."""
+    sources: dict[str, object] = {"--prompt": making["prompt"], "--prompt-file": prompt_file}
+    sources["--tokens"] = making["tokens"]
     given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
         raise Refusal(f"{' and '.join(given) or 'no prompt'}: expected one of {', '.join(sources)}")
-    # OpenMP's threads would spin while they wait, and slow down whatever else runs; read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from oracle import folder
+    if prompt_file:
+        making["prompt"] = _read(prompt_file)
+    with _computing() as progress:
+        from oracle import folder
 
-    # Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
-    exits.answer_signals()
-    with _progress() as progress:
-        manifest = folder.run(
-            prompt=_read(prompt_file) if prompt_file else prompt,
-            tokens=_numbers("--tokens", tokens),
-            chunks=_numbers("--chunks", chunks),
-            taps=tuple(taps.split(",")),
-            progress=progress,
-            note=lambda line: print(line, file=sys.stderr, flush=True),
-            **options,
-        )
+        manifest = folder.run(model, out=out, progress=progress, note=_note, **making)
     for line in folder.proofs(manifest):
-        print(line, file=sys.stderr)
-    click.echo(options["out"])
+        _note(line)
+    click.echo(out)
 
 
 @cli.command()
-@click.argument("model", required=False)
-@click.option(
+@_model
+@_option(
     "--plan",
-    "plans",
-    type=_FOLDER,
+    "A plan to follow; may be given again.",
+    into="plan_files",
+    type=_PATH,
     multiple=True,
     required=True,
-    help="A plan to follow; may be given again.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    default="float32",
-    show_default=True,
-)
-@click.option(
-    "--ignore-key",
-    "ignore_keys",
-    metavar="NAME",
-    multiple=True,
-    help="A key of config.json to take out, though unknown.",
-)
-@click.option(
-    "--out", type=_FOLDER, required=True, help="Where each plan's trace goes, as NAME.safetensors."
-)
-@click.option("--threads", type=click.IntRange(1), help="Threads of torch  [default: one per core]")
-@click.option("--revision", help="The commit of a Hub model.")
-def follow(model: str | None, plans: tuple[Path, ...], out: Path, **options: Any) -> None:
-    """Follow any plans with transformers' Llama and its DynamicCache, right or not; errors of a step stand in its trace."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from oracle import folder
+@_computed
+@_out("Where each plan's trace goes, as NAME.safetensors.")
+def follow(
+    model: str | None, plan_files: tuple[Path, ...], out: Path, **computed: Unpack[Computed]
+) -> None:
+    """Follow any plans with transformers' Llama and its DynamicCache, right or not.
 
-    # Not earlier: raised within numpy's import an interrupt becomes a traceback and an ImportError.
-    exits.answer_signals()
-    with _progress() as progress:
-        written = folder.follow(model, plans=plans, out=out, progress=progress, **options)
-    click.echo("\n".join(map(str, written)))
+    Errors of a step stand in its trace.
+    """
+    with _computing() as progress:
+        from oracle import folder
+
+        made = folder.follow(model, plan_files=plan_files, out=out, progress=progress, **computed)
+    click.echo("\n".join(map(str, made)))
 
 
 @cli.command()
-@click.argument("folder", type=_FOLDER)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@_folder
+@_json
 def check(folder: Path, as_json: bool) -> None:
-    """Verify a run folder: every file whole and unchanged, every number finite, both proofs within limits."""
+    """Verify a run folder: files whole and unchanged, numbers finite, proofs within limits."""
     from oracle import folder as folders
 
     manifest = folders.check(folder)
     whole = [f"{folder}: {len(manifest.files)} files, whole and finite", *folders.proofs(manifest)]
-    click.echo(
-        json.dumps(asdict(manifest), sort_keys=True, indent=1) if as_json else "\n".join(whole)
-    )
+    click.echo(_manifest(manifest) if as_json else "\n".join(whole))
 
 
 @cli.command()
-@click.argument("folder", type=_FOLDER)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@_folder
+@_json
 def show(folder: Path, as_json: bool) -> None:
     """Say what a run folder holds, and what to copy to the machine with MLX."""
     from oracle import folder as folders
     from oracle.formats.run_folder import read_manifest
 
-    click.echo(
-        json.dumps(asdict(read_manifest(folder)), sort_keys=True, indent=1) + "\n"
-        if as_json
-        else folders.show(folder),
-        nl=False,
-    )
+    text = _manifest(read_manifest(folder)) + "\n" if as_json else folders.show(folder)
+    click.echo(text, nl=False)
 
 
 @cli.command()
-@click.argument("folder", type=_FOLDER)
-@click.argument("model", required=False)
-@click.option("--out", type=_FOLDER, required=True, help="The folder to write into.")
-@click.option("--revision", help="The commit of a Hub model.")
+@_folder
+@_model
+@_out("The folder to write into.")
 def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -> None:
-    """Compute the truth of a run folder once more with each usual mistake, such as another rope_theta.
+    """Compute the truth of a run folder once more with each usual mistake.
 
-    An engine whose logits are those of one of them has probably made that mistake. MODEL is the one that the folder was made with.
+    Such a mistake is another rope_theta. An engine whose logits are those of one of them has
+    probably made it. MODEL is the one that the folder was made with.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from oracle.folder import require
+    with _computing() as progress:
+        from oracle.folder import require
 
-    require("torch")
-    from oracle.truth.suspects import write
+        require("torch")
+        from oracle.truth.suspects import write
 
-    with _progress() as progress:
         write(folder, out, model=model, revision=revision, progress=progress)
     click.echo(out)
 
 
-def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise Refusal(f"{option}: {text!r}, expected whole numbers separated by commas") from None
+def _manifest(manifest: Manifest) -> str:
+    return json.dumps(asdict(manifest), sort_keys=True, indent=1)
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(
-            f"{path}: cannot be read as UTF-8 text ({' '.join(str(error).split())}); check the path"
-        ) from error
+        what = f"cannot be read as UTF-8 text ({one_line(error)})"
+        raise Refusal(what, where=path, remedy="check the path") from error
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
+def _computing() -> Iterator[Progress]:
+    """Around whatever needs torch: its threads, the signals, and the progress that is shown."""
+    # OpenMP's threads would spin while they wait, and slow down whatever else runs. Read when
+    # torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import oracle.folder  # noqa: F401  it imports numpy, in which an interrupt would be a traceback
+
+    exits.answer_signals()
+    with _progress() as progress:
+        yield progress
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
     """A bar on stderr that shows what is being done, where a person is looking."""
     if not sys.stderr.isatty():
-        yield None
+        yield silent
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn

@@ -1,38 +1,69 @@
-"""What the oracle is asked: a model, a sequence, a dtype. Everything that can be refused is refused here, before torch is
-imported; and what answering will take, in seconds and bytes, is estimated here.
+"""What the oracle is asked: a model, a sequence, a dtype.
+
+Everything that can be refused is refused here, before torch is imported. What the answer will take,
+in seconds and bytes, is estimated here.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict
 
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, judged_plans
+from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import inputs_digest
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.pool.neighbour import Neighbour, neighbour_of
 from oracle.truth.config import Config, check_weights, config_of
-from oracle.truth.rope import Dynamic, LongRope
+from oracle.truth.rope import Dynamic
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
-Progress = Callable[[str, int, int], None]
-Note = Callable[[str], None]
 
-# Measured on two x86-64 cores with SmolLM2: imports; bytes of weights a second when decoding; operations a second in prefill.
+# Measured on two x86-64 cores with SmolLM2: seconds of imports, bytes of weights a second when
+# decoding, operations a second in prefill.
 _IMPORTS, _BYTES, _OPERATIONS = 8.0, 6e9, 3e10
+
+
+class Computed(TypedDict, total=False):
+    """Keywords that say which of a model's commits and keys to read, and how to compute."""
+
+    revision: str | None
+    ignore_keys: Sequence[str]
+    dtype: str
+    threads: int | None
+
+
+class Asked(Computed, total=False):
+    """The keywords of `ask` beside the model."""
+
+    prompt: str | None
+    tokens: Sequence[int] | None
+    prompt_tokens: int | None
+    steps: int
+    chunks: Sequence[int] | None
+    taps: Sequence[str]
+
+
+class Making(Asked, total=False):
+    """The keywords of `folder.run` beside the model and the place."""
+
+    keep_pool: bool
+    force: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`tokens` are those given; `steps` greedy ones follow, of which the last is not part of the sequence.
+    """A model, and the sequence on which it is computed.
 
-    `prompt_tokens` says how many of them the prompt has; `taps` are the places inside a layer that the truth records.
+    `tokens` are those given, of which the first `prompt_tokens` are the prompt; `steps` greedy ones
+    follow, of which the last is not part of the sequence. `taps` are the places inside a layer that
+    the truth records.
     """
 
     checkpoint: Checkpoint
@@ -63,38 +94,36 @@ class Question:
 
     def check(self) -> None:
         """Refuses what the model has no place for."""
-        # "hidden" is everybody's default: of a neighbour nothing inside a layer is recorded.
-        known = ["hidden"] if isinstance(self.config, Neighbour) else list(self.config.taps(1))
-        most, unknown = self.config.max_positions, sorted(self.taps - set(known))
+        config, most = self.config, self.config.max_positions
         if self.length > most:
             why = "max_position_embeddings"
-            if isinstance(self.config, Config) and isinstance(self.config.scaling, Dynamic):
-                why += ", beyond which dynamic RoPE has other frequencies at every length, and cached keys differ from uncached ones"
-            raise Refusal(
-                f"tokens: {len(self.tokens)} and {max(0, self.steps - 1)} more, expected at most {most} ({why}); take fewer steps"
-            )
-        if unknown:
-            raise Refusal(f"taps: {unknown[0]!r}, expected some of {', '.join(known)}")
-        plans = self.plans([0] * self.steps)  # refuses chunks that do not add up
-        if self.original is not None:
-            self._check_sides(plans, self.original)
+            if isinstance(config, Config) and isinstance(config.scaling, Dynamic):
+                why += ", beyond which dynamic RoPE has other frequencies at every length, and "
+                why += "cached keys differ from uncached ones"
+            given, more = len(self.tokens), max(0, self.steps - 1)
+            what = f"{given} and {more} more, expected at most {most} ({why})"
+            raise Refusal(what, where="tokens", remedy="take fewer steps")
+        # "hidden" is everybody's default. Of a neighbour nothing inside a layer is recorded.
+        known = list(config.taps(1)) if isinstance(config, Config) else ["hidden"]
+        for tap in sorted(self.taps - set(known)):
+            raise Refusal(f"taps: {tap!r}, expected some of {', '.join(known)}")
+        self._check_sides(self.plans([0] * self.steps))  # refuses chunks that do not add up
 
-    @property
-    def original(self) -> int | None:
-        """The length beyond which longrope has other factors, None where the model has no longrope."""
-        if isinstance(self.config, Neighbour):
-            return self.config.original
-        scaling = self.config.scaling
-        return scaling.original_max_position_embeddings if isinstance(scaling, LongRope) else None
+    def _check_sides(self, plans: Mapping[str, Plan]) -> None:
+        """Refuses a cache that is filled on both sides of longrope's original length.
 
-    def _check_sides(self, plans: Mapping[str, Plan], original: int) -> None:
-        """transformers chooses longrope's factors at every call: a cache filled on both sides of the original length mixes them."""
+        transformers chooses longrope's factors at every call, so such a cache mixes them.
+        """
+        original = self.config.original
         for name, plan in plans.items():
             first = next(call.fed for call in plan.calls())
-            if first <= original < self.length:
+            if original is not None and first <= original < self.length:
                 raise Refusal(
-                    f"tokens: plan {name} begins with {first} of {self.length}, expected both on one side of {original}, up to which "
-                    "longrope has short factors (transformers would change them in the middle); take a longer first chunk or fewer tokens"
+                    f"plan {name} begins with {first} of {self.length}, expected both on one side "
+                    f"of {original}, up to which longrope has short factors "
+                    "(transformers would change them in the middle)",
+                    where="tokens",
+                    remedy="take a longer first chunk or fewer tokens",
                 )
 
     def digest(self) -> str:
@@ -112,103 +141,77 @@ class Question:
         )
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
-        """How the truth follows the sequence: whole; the prompt, then singles; the prompt in chunks, the rest as one more.
+        """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
 
-        The last chunk is what the chunked plan does not have: many queries over a long history.
+        By steps is the prompt, then singles. In chunks is the prompt in chunks, then the rest as
+        one more, which the chunked plan does not have: many queries over a long history.
         """
         n, p = self.length, self.prompt_tokens
         chunks = [p]
         if "chunked" in plans:
             sizes = [call.fed for call in plans["chunked"].calls()]
             chunks = sizes[: len(sizes) - (n - p)]
-        ways = {
-            "full": [n],
-            "step": [p] + [1] * (n - p),
-            "chunked": [size for size in [*chunks, n - p] if size],
-        }
+        ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
+        ways["chunked"] = [size for size in ways["chunked"] if size]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
     def estimate(self) -> str:
         """One line: the sequence, and about what its answer will take."""
-        return f"oracle: {self.length} tokens, about {_round(self._seconds())} s and {_round(self._bytes() / 1e6)} MB on disk"
+        seconds, megabytes = _round(self._seconds()), _round(self._bytes() / 1e6)
+        return f"oracle: {self.length} tokens, about {seconds} s and {megabytes} MB on disk"
 
     def _seconds(self) -> float:
-        shapes = self.config.shapes if isinstance(self.config, Neighbour) else self.config.shapes()
-        size = sum(math.prod(shape) for shape in shapes.values())
+        size = sum(math.prod(shape) for shape in self.config.shapes().values())
         n, singles = self.length, self.length - self.prompt_tokens + self.steps
         decode = (3 * singles * DTYPES[self.dtype] + 8 * singles) * size / _BYTES
-        prefill = (
-            2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS
-        )  # six whole calls, three ways in float64 at half the speed
+        # Six whole calls, and three ways in float64 at half the speed.
+        prefill = 2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS
         return _IMPORTS + decode + prefill
 
     def _bytes(self) -> float:
-        c, n = self.config, self.length
-        if isinstance(c, Neighbour):
-            return (8 + 5 * 4) * n * (c.vocab_size + c.cache_width)
-        kv = 2 * c.n_layers * c.n_kv_heads * c.head_dim * n
-        tapped = (
-            sum(math.prod(shape) for name, shape in c.taps(n).items() if name in self.taps)
-            * c.n_layers
-        )
-        return 8 * (n * c.vocab_size + kv + tapped) + 5 * 4 * (n * c.vocab_size + kv)
-
-
-class Asked(TypedDict, total=False):
-    """What a person may say about the sequence and the run."""
-
-    prompt: str | None
-    tokens: Sequence[int] | None
-    prompt_tokens: int | None
-    steps: int
-    chunks: Sequence[int] | None
-    dtype: str
-    threads: int | None
-    taps: Sequence[str]
-    revision: str | None
-    ignore_keys: Sequence[str]
+        """The truth in float64 with its taps, and a pool of five in float32."""
+        c, n, tapped = self.config, self.length, 0
+        if isinstance(c, Config):
+            sizes = {name: math.prod(shape) for name, shape in c.taps(n).items()}
+            tapped = c.n_layers * sum(sizes[name] for name in self.taps)
+        return (8 + 5 * 4) * n * (c.vocab_size + c.cache_width) + 8 * tapped
 
 
 def ask(
     model: str | None = None,
     *,
-    progress: Progress | None = None,
-    note: Note | None = None,
-    **asked: Unpack[Asked],
+    prompt: str | None = None,
+    tokens: Sequence[int] | None = None,
+    prompt_tokens: int | None = None,
+    steps: int = 20,
+    chunks: Sequence[int] | None = None,
+    dtype: str = "float32",
+    threads: int | None = None,
+    taps: Sequence[str] = ("hidden",),
+    revision: str | None = None,
+    ignore_keys: Sequence[str] = (),
+    progress: Progress = silent,
+    note: Note = silent,
 ) -> Question:
     """The question, or the one line that says why it cannot be asked."""
-    prompt, tokens, prompt_tokens = (
-        asked.get("prompt"),
-        asked.get("tokens"),
-        asked.get("prompt_tokens"),
-    )
-    steps, chunks, threads = asked.get("steps", 20), asked.get("chunks"), asked.get("threads")
-    _check_options(asked, steps)
-    checkpoint = resolve(
-        model,
-        revision=asked.get("revision"),
-        ignore_keys=asked.get("ignore_keys", ()),
-        progress=progress,
-    )
-    config = _config(checkpoint)
-    tokenizer = tokenizers.load(checkpoint.folder)
-    ids = (
-        list(tokens)
-        if tokens is not None
-        else _encode(checkpoint.folder, tokenizer, prompt or "", note)
-    )
+    check_run(dtype, threads)
+    _check_sequence(prompt, tokens, prompt_tokens, steps)
+    source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
+    config = _config(source)
+    tokenizer = tokenizers.load(source.folder)
+    ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
     question = Question(
-        checkpoint=checkpoint,
+        checkpoint=source,
         config=config,
         prompt=prompt,
         tokens=tuple(ids),
         prompt_tokens=len(ids) if prompt_tokens is None else prompt_tokens,
         steps=steps,
         chunks=None if chunks is None else tuple(chunks),
-        dtype=asked.get("dtype", "float32"),
+        dtype=dtype,
         threads=threads or os.cpu_count() or 1,
-        taps=frozenset(asked.get("taps", ("hidden",))),
+        taps=frozenset(taps),
         tokenizer=tokenizer,
     )
     question.check()
@@ -223,54 +226,43 @@ def _config(checkpoint: Checkpoint) -> Config | Neighbour:
     return config
 
 
-def _check_options(asked: Asked, steps: int) -> None:
-    prompt, tokens, prompt_tokens, threads = (
-        asked.get("prompt"),
-        asked.get("tokens"),
-        asked.get("prompt_tokens"),
-        asked.get("threads"),
-    )
+def _check_sequence(
+    prompt: str | None, tokens: Sequence[int] | None, prompt_tokens: int | None, steps: int
+) -> None:
     if (prompt is None) == (tokens is None):
-        raise Refusal(
-            f"prompt: {'neither text nor' if prompt is None else 'text and'} token ids given, expected one of them"
-        )
-    dtype = asked.get("dtype", "float32")
-    if dtype not in DTYPES:
-        raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
+        given = "neither text nor" if prompt is None else "text and"
+        raise Refusal(f"prompt: {given} token ids given, expected one of them")
     if type(steps) is not int or steps < 0:
         raise Refusal(f"steps: {steps!r}, expected a whole number from 0")
-    check_threads(threads)
     if prompt_tokens is None:
         return
-    given = len(tokens or ())
-    if tokens is None or type(prompt_tokens) is not int or not 1 <= prompt_tokens <= given:
-        raise Refusal(
-            f"prompt-tokens: {prompt_tokens!r}, expected 1 to the number of token ids given, {given}"
-        )
-    if prompt_tokens < given and steps:
-        raise Refusal(
-            f"prompt-tokens: {prompt_tokens} of {given} with {steps} greedy steps, expected steps 0 where not all is prompt"
-        )
+    n = len(tokens or ())
+    where = f"prompt-tokens: {prompt_tokens!r}"
+    if tokens is None or type(prompt_tokens) is not int or not 1 <= prompt_tokens <= n:
+        raise Refusal(f"{where}, expected 1 to the number of token ids given, {n}")
+    if prompt_tokens < n and steps:
+        expected = "expected steps 0 where not all is prompt"
+        raise Refusal(f"{where} of {n} with {steps} greedy steps, {expected}")
 
 
-def check_threads(threads: int | None) -> None:
-    """Refuses a number of threads at which torch would die, or only wait for itself."""
+def check_run(dtype: str, threads: int | None) -> None:
+    """Refuses a dtype of no name, and threads at which torch would die, or wait for itself."""
+    if dtype not in DTYPES:
+        raise Refusal(f"dtype: {dtype!r}, expected one of {', '.join(DTYPES)}")
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads is not None and (type(threads) is not int or not 1 <= threads <= most):
-        raise Refusal(
-            f"threads: {threads!r}, expected 1 to {most} here; more only wait for each other, and torch dies where none are left"
-        )
+        why = "more only wait for each other, and torch dies where none are left"
+        raise Refusal(f"threads: {threads!r}, expected 1 to {most} here; {why}")
 
 
 def _encode(
-    folder: Path, tokenizer: tokenizers.Tokenizer | None, prompt: str, note: Note | None
+    folder: Path, tokenizer: tokenizers.Tokenizer | None, prompt: str, note: Note
 ) -> list[int]:
     if tokenizer is None:
-        raise Refusal(
-            f"{folder}: no tokenizer.json, expected one for a prompt of text; give token ids"
-        )
+        what = "no tokenizer.json, expected one for a prompt of text"
+        raise Refusal(what, where=folder, remedy="give token ids")
     ids = tokenizer.encode(prompt)
-    if tokenizer.warning and note:
+    if tokenizer.warning:
         note(f"warning: {tokenizer.warning}")
     return ids
 

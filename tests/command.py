@@ -3,6 +3,8 @@
 Stands in tests where a process of its own would show nothing more: it takes 0.3 s less, and an
 oracle that it starts is the warm one. Signals, a full disk, a missing package and the walls need
 true processes.
+
+`torch_python` is the command line of a process with torch that is there at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
+
+import warm
 
 Done = subprocess.CompletedProcess[str]
 
@@ -27,7 +30,7 @@ def run(
     env: Mapping[str, str] | None = None,
 ) -> Done:
     """As `subprocess.run` of the program: its exit code, stdout and stderr; `env` is added."""
-    words = [os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments]
+    words = _words(arguments)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with _environment(env or {}), _argv([program, *words]), _into(1, out), _into(2, err):
             code = invoke(words)
@@ -35,7 +38,12 @@ def run(
 
 
 def mlxkv(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
-    """`mlxkv ARGUMENTS` in this process."""
+    """`mlxkv ARGUMENTS` in this process; in one of its own where Python itself reads `env`."""
+    if any(name.startswith("PYTHON") for name in env or {}):
+        line = [sys.executable, "-m", "mlxkv", *_words(arguments)]
+        environment = os.environ | dict(env or {})
+        return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
+
     from mlxkv import cli
 
     return run("mlxkv", cli.invoke, arguments, env=env)
@@ -46,6 +54,11 @@ def oracle(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
     from oracle import cli
 
     return run("mlxkv-oracle", cli.invoke, arguments, env=env)
+
+
+def torch_python(*arguments: str) -> list[str]:
+    """What to start in place of `python ARGUMENTS`, such as `-m oracle run ...`."""
+    return warm.command(os.environ["MLXKV_TEST_ROOM"], *arguments)
 
 
 def refused(done: Done, *words: str, notes: str | None = None) -> None:
@@ -59,6 +72,10 @@ def refused(done: Done, *words: str, notes: str | None = None) -> None:
     assert all(notes is not None and notes in note for note in before), done.stderr
     for word in words:
         assert word in line, line
+
+
+def _words(arguments: Sequence[object]) -> list[str]:
+    return [str(argument) for argument in arguments]
 
 
 @contextmanager

@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ FOLDERS = ("oracle", "mlxkv")
 _HERE = Path(__file__).parent
 _ROOM = "MLXKV_TEST_ROOM"
 _FUZZ = "MLXKV_FUZZ"
+_OWN = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: runs only with --nightly")
     if config.option.nightly:
         os.environ.setdefault(_FUZZ, "10")
+    if _ROOM not in os.environ:
+        # In the environment, so that all workers of a half have the same.
+        config.stash[_OWN] = tempfile.TemporaryDirectory(prefix="mlxkv-tests-")
+        os.environ[_ROOM] = config.stash[_OWN].name
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,10 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the warm oracle of a session that had a room of its own."""
-    factory = getattr(config, "_tmp_path_factory", None)
-    if _ROOM not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and factory:
-        (factory.getbasetemp() / "room" / "warm").unlink(missing_ok=True)
+    if _OWN in config.stash:
+        config.stash[_OWN].cleanup()
+        os.environ.pop(_ROOM, None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -134,26 +137,12 @@ def _options(args: Sequence[str], paths: Sequence[str]) -> list[str]:
     return kept
 
 
-def _room(factory: pytest.TempPathFactory) -> Path:
-    named, base = os.environ.get(_ROOM), factory.getbasetemp()
-    worker = "PYTEST_XDIST_WORKER" in os.environ
-    folder = Path(named) if named else (base.parent if worker else base) / "room"
+@pytest.fixture(scope="session")
+def room() -> Path:
+    """The folder that both halves, and all workers of a half, share."""
+    folder = Path(os.environ[_ROOM])
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-@pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that both halves, and all workers of a half, share."""
-    return _room(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def torch_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
-    """`torch_python("-m", "oracle", ...)`: a command line for a process with torch, soon there."""
-    import warm
-
-    return partial(warm.command, _room(tmp_path_factory))
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ LEFT_OUT = ("MKL_NUM_THREADS", "PYTEST_", "PYTHONHASHSEED")
 
 
 def command(room: os.PathLike[str] | str, *arguments: str) -> list[str]:
-    """What to start in place of `python ARGUMENTS`, `-m MODULE ...` or `-c CODE ...`."""
+    """What to start in place of `python -P ARGUMENTS`, with `-m MODULE`, `-c CODE` or a file."""
     return [sys.executable, "-S", __file__, os.fspath(room), *arguments]
 
 
@@ -57,7 +57,7 @@ def client(room: str, arguments: list[str]) -> None:
     connection.sendall(text)
     answer = _line(connection)
     if answer == "cold":
-        os.execv(sys.executable, [sys.executable, *arguments])
+        os.execv(sys.executable, [sys.executable, "-P", *arguments])
     child = int(answer)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: os.kill(child, n))
@@ -77,12 +77,11 @@ def client(room: str, arguments: list[str]) -> None:
 def connect(room: str) -> socket.socket:
     """A connection to the server, which is made if there is none."""
     connection = socket.socket(socket.AF_UNIX)
-    address = _address(room)
     try:
-        connection.connect(address)
+        connection.connect(_address(room))
     except OSError:
         start(room)
-        connection.connect(address)
+        connection.connect(_address(room))
     return connection
 
 
@@ -111,6 +110,7 @@ def start(room: str) -> None:
     import fcntl
     import subprocess
 
+    os.makedirs(room, exist_ok=True)
     with open(os.path.join(room, "warm.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         probe = socket.socket(socket.AF_UNIX)
@@ -145,6 +145,7 @@ def serve(room: str) -> None:
 
     # As the command line does before it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     mine = read_by_imports(dict(os.environ))
     mine.pop("OMP_WAIT_POLICY")
     for name in IMPORTS:
@@ -270,15 +271,13 @@ def _run(asked: dict[str, object], streams: list[int]) -> None:
         kind, *rest = asked["arguments"]  # type: ignore[misc]
         if kind == "-m":
             sys.argv = rest
-            sys.path[0] = os.getcwd()
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         elif kind == "-c":
             sys.argv = ["-c", *rest[1:]]
-            sys.path[0] = ""
             exec(rest[0], {"__name__": "__main__"})
         else:
             sys.argv = [kind, *rest]
-            sys.path[0] = os.path.dirname(kind)
+            sys.path.insert(0, os.path.dirname(kind))
             runpy.run_path(kind, run_name="__main__")
         code = 0
     except SystemExit as ended:

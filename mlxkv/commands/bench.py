@@ -19,6 +19,7 @@ from typing import Any
 
 from mlxkv.engines.progress import bar
 from mlxkv.report.text import columns
+from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.exits import code_of
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
@@ -100,7 +101,7 @@ def _speed(what: str, port: Sequence[float], other: Sequence[float]) -> Speed:
 
 @contextmanager
 def _worker(*given: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "mlxkv.commands.bench", *given]
+    command = child.command("mlxkv.commands.bench", *given)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mlxkv.engines import machine
 from oracle.formats.errors import Refusal
 from oracle.model import tokenizer
-from oracle.model.checkpoint import Checkpoint, cache_dir, require_llama, resolve
+from oracle.model.cache_folder import cache_dir
+from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 if TYPE_CHECKING:
     from mlxkv.port.config.llama import LlamaConfig

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from mlxkv.engines import machine
 from mlxkv.engines.process import Finished, Process
+from oracle.formats import strict_json
 from oracle.formats.disk import write_text
 from oracle.formats.exits import end_with_parent
-from oracle.formats.plan import Plan, from_json
+from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
 if TYPE_CHECKING:
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    `caches` says by a plan's name which other caches it runs on than the engine's usual ones: a class of mlx-lm's (a
-    RotatingKVCache has its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
-    `custom` is the FILE.py:load of a person's own, for its engine alone.
-    `taps` are the places inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
+    `threads` are those of the BLAS, None for one per core. `caches` says by a plan's name which
+    other cache it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has
+    its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
+    `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
+    inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
     second time with every layer fed the truth's input.
     """
 
@@ -53,6 +57,16 @@ class Job:
         """Where the trace goes of the layers fed the truth's input."""
         return self.out / f"{plan.name}-isolated.safetensors"
 
+    def prepare(self, device: str) -> tuple[dict[str, Any], Checkpoint]:
+        """Sets this process up for MLX, and finds the job's model.
+
+        Gives what a report must say of the process, and the checkpoint.
+        """
+        environment = machine.prepare(device, threads=self.threads)
+        from oracle.model.checkpoint import resolve
+
+        return environment, resolve(self.folder, ignore_keys=self.ignore_keys)
+
     def meta(
         self,
         checkpoint: Checkpoint,
@@ -76,54 +90,41 @@ class Job:
             probes=dict(probes or {}),
         )
 
-    def report(self, forward: float) -> None:
-        """Leaves word of the seconds spent in forward calls."""
+    def write_seconds(self, forward: float) -> None:
+        """Writes down the seconds spent in forward calls, for `end`."""
         write_text(self.out / "forward.txt", f"{forward}\n")
 
     def begin(self, module: str, *, aside: bool = False) -> Process:
-        """Starts the engine's process on this job; one that runs aside of another says nothing unless it fails."""
-        return Process(
-            [module, str(self.save())], stderr=self.out / "stderr.txt" if aside else None
-        )
+        """The engine's process on this job, to be entered.
+
+        One that runs aside of another says nothing unless it fails.
+        """
+        kept = self.out / "stderr.txt" if aside else None
+        return Process([module, str(self.save())], stderr=kept)
 
     def end(self, process: Process) -> Finished:
-        """Waits for it."""
-        return replace(
-            process.wait(), forward=float((self.out / "forward.txt").read_text(encoding="utf-8"))
-        )
+        """Waits for the process's end; raises what `Process.wait` does."""
+        finished = process.wait()
+        forward = (self.out / "forward.txt").read_text(encoding="utf-8")
+        return replace(finished, forward=float(forward))
 
     def save(self) -> Path:
-        """The job's file, which the engine's process reads."""
+        """Writes the job's file, which the engine's process reads."""
         path = self.out / "job.json"
-        value = {
-            "folder": self.folder,
-            "plans": [p.to_json() for p in self.plans],
-            "dtype": self.dtype,
-            "weights_dtype": self.weights_dtype,
-            "device": self.device,
-            "guarded": self.guarded,
-            "threads": self.threads,
-            "caches": dict(self.caches),
-            "masks": self.masks,
-            "taps": self.taps,
-            "truth": self.truth,
-            "ignore_keys": list(self.ignore_keys),
-            "custom": self.custom,
-        }
-        write_text(path, json.dumps(value))
+        write_text(path, msgspec.json.encode(self, enc_hook=str).decode())
         return path
 
 
 def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
-    value = json.loads(path.read_text(encoding="utf-8"))
-    plans = tuple(from_json(p) for p in value.pop("plans"))
-    taps, ignore_keys = tuple(value.pop("taps")), tuple(value.pop("ignore_keys"))
-    return Job(plans=plans, out=path.parent, taps=taps, ignore_keys=ignore_keys, **value)
+    remedy = "start it again"
+    value = strict_json.read(path, remedy=remedy)
+    # The folder may have been moved, and a path is no JSON.
+    return strict_json.typed(value | {"out": path.parent}, Job, where=path, remedy=remedy)
 
 
 def serve(follow: Callable[[Job], None]) -> None:
-    """An engine process's main: refusals are one line and exit code 2, an interrupt is 130."""
+    """The main of an engine's process: a refusal is one line and exit code 2, an interrupt 130."""
     end_with_parent()
     try:
         follow(read(Path(sys.argv[1])))

@@ -1,6 +1,6 @@
-"""What an engine's process does before `import mlx.core`, and the facts of the machine that every report shows.
+"""What an engine's process does before `import mlx.core`, and the facts of the machine.
 
-`import mlxkv` does none of this: in somebody else's process the environment and the BLAS are theirs.
+`import mlxkv` does none of this: in somebody else's process environment and BLAS are theirs.
 """
 
 from __future__ import annotations
@@ -12,73 +12,60 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import site
 import sys
 from pathlib import Path
 from typing import Any
 
 from oracle.formats.errors import Refusal
 
-# Fastest first: tokens per second of one-row products, which decoding is made of, decide (`mlxkv bench`).
+# Fastest first: tokens per second of one-row products, which decoding is made of, decide
+# (`mlxkv bench`).
 _BLAS = (
-    (
-        "BLIS",
-        (
-            "/usr/lib/*/blis-pthread/libblis.so.*",
-            "/usr/lib*/libblisp.so.*",
-            "/usr/lib*/libblis.so.*",
-        ),
-    ),
-    (
-        "OpenBLAS",
-        (
-            "/usr/lib/*/openblas-pthread/libopenblas.so.*",
-            "/usr/lib/*/libopenblas.so.*",
-            "/usr/lib*/libopenblasp.so.*",
-            "/usr/lib*/libopenblas.so.*",
-        ),
-    ),
-    ("MKL", (f"{sys.prefix}/lib/libmkl_rt.so.*",)),
+    ("BLIS", "/usr/lib/*/blis-pthread/libblis.so.*"),
+    ("BLIS", "/usr/lib*/libblisp.so.*"),
+    ("BLIS", "/usr/lib*/libblis.so.*"),
+    ("OpenBLAS", "/usr/lib/*/openblas-pthread/libopenblas.so.*"),
+    ("OpenBLAS", "/usr/lib/*/libopenblas.so.*"),
+    ("OpenBLAS", "/usr/lib*/libopenblasp.so.*"),
+    ("OpenBLAS", "/usr/lib*/libopenblas.so.*"),
+    ("MKL", f"{sys.prefix}/lib/libmkl_rt.so.*"),
 )
-
+_REFERENCE = "reference (from MLX)"
+_INSTALL = "pip install 'mlxkv[port]'"
 
 MLX_LEAST = (0, 29)
-"""As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half precision on a CPU."""
+"""As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half
+precision on a CPU."""
 
 
 def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, Any]:
-    """Sets this process up for MLX on `device` (auto, gpu or cpu) and returns what a report must say of it.
+    """Sets this process up for MLX on `device` (auto, gpu or cpu); what a report must say of it.
 
-    `threads` are those of the BLAS on Linux, one per core when None; it must be the process's first use of MLX.
+    `threads` are those of the BLAS on Linux, one per core when None. This must be the process's
+    first use of MLX. Raises Refusal where MLX, the device or the named BLAS cannot be had.
     """
     threads = os.cpu_count() or 1 if threads is None else threads
     for name in ("BLIS_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
-    # MLX multiplies float32 matrices of two and more rows with 10-bit mantissas on some GPUs unless told before it starts.
+    # On some GPUs MLX multiplies float32 matrices of two and more rows with 10-bit mantissas,
+    # unless it is told not to before it starts.
     os.environ["MLX_ENABLE_TF32"] = "0"
-    blas = (
-        load_blas()
-        if sys.platform == "linux"
-        else "Accelerate"
-        if sys.platform == "darwin"
-        else "unknown"
-    )
+    own = "Accelerate" if sys.platform == "darwin" else "unknown"
+    blas = load_blas() if sys.platform == "linux" else own
     mx = require_mlx()
     used = _choose(mx, device)
     mx.set_default_device(mx.gpu if used == "gpu" else mx.cpu)
-    return (
-        host()
-        | {
-            "mlx": version("mlx"),
-            "device": used,
-            "device_name": str(mx.device_info().get("device_name", ""))
-            if used == "gpu"
-            else cpu_name(),
-            "blas": blas,
-            "threads": threads,
-            "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
-        }
-        | kernels()
-    )
+    gpu_name = str(mx.device_info().get("device_name", "")) if used == "gpu" else ""
+    return host() | {
+        "mlx": version("mlx"),
+        "device": used,
+        "device_name": gpu_name if used == "gpu" else cpu_name(),
+        "blas": blas,
+        "threads": threads,
+        "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+        **kernels(),
+    }
 
 
 def has(package: str) -> bool:
@@ -90,13 +77,15 @@ def has(package: str) -> bool:
 
 
 def require_device(device: str) -> None:
-    """Refuses a comparison whose port could not run, before the oracle is asked; asking MLX itself only where it must be."""
+    """Refuses a comparison whose port could not run, before the oracle is asked.
+
+    MLX itself is imported only where a GPU is asked for.
+    """
     if not has("mlx"):
-        raise Refusal("mlx is not installed: pip install 'mlxkv[port]'")
+        raise Refusal(f"mlx is not installed: {_INSTALL}")
     _require_recent()
     if device == "gpu":
-        mx = require_mlx()
-        _choose(mx, device)
+        _choose(require_mlx(), device)
     wanted = os.environ.get("MLXKV_BLAS", "none")
     if sys.platform == "linux" and wanted not in ("", "none"):
         _named_blas(wanted, ctypes.RTLD_LOCAL)
@@ -107,12 +96,12 @@ def require_mlx() -> Any:
     try:
         import mlx.core as mx
     except ImportError as error:
-        line = "pip install 'mlxkv[port]'"
         if "libmlx" in str(error):
             raise Refusal(
-                f"mlx is installed without its backend ({error}): {line}, which takes mlx[cpu] on Linux"
+                f"mlx is installed without its backend ({error}): {_INSTALL}, "
+                "which takes mlx[cpu] on Linux"
             ) from error
-        raise Refusal(f"mlx is not installed: {line}") from error
+        raise Refusal(f"mlx is not installed: {_INSTALL}") from error
     _require_recent()
     return mx
 
@@ -123,9 +112,9 @@ def _require_recent() -> None:
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
     # A build from source may have no version that says anything.
     if numbers and numbers < MLX_LEAST:
-        raise Refusal(
-            f"mlx {found} is installed, expected {'.'.join(map(str, MLX_LEAST))} or later: pip install -U 'mlxkv[port]'"
-        )
+        least = ".".join(map(str, MLX_LEAST))
+        remedy = _INSTALL.replace("install", "install -U")
+        raise Refusal(f"mlx {found} is installed, expected {least} or later: {remedy}")
 
 
 def _choose(mx: Any, device: str) -> str:
@@ -136,47 +125,46 @@ def _choose(mx: Any, device: str) -> str:
 
 
 def load_blas() -> str:
-    """Loads the fastest BLAS found, so that its symbols win over MLX's reference BLAS, and returns its name.
+    """Loads the fastest BLAS found, so that its symbols win over MLX's own, and returns its name.
 
-    MLXKV_BLAS names a library file instead, or `none`. Never call this in a process that runs torch: it changes torch's
-    numbers and makes it slower.
+    MLXKV_BLAS names a library file instead, or `none`. Never call this in a process that runs
+    torch: it changes torch's numbers and makes it slower.
     """
     if "torch" in sys.modules:
         raise RuntimeError("a BLAS for MLX must not be loaded beside torch")
     wanted = os.environ.get("MLXKV_BLAS", "")
     if wanted == "none":
-        return "reference (from MLX)"
+        return _REFERENCE
     if wanted:
         _named_blas(wanted, ctypes.RTLD_GLOBAL)
         return wanted
-    for name, path in _found_blas():
+    found = ((name, path) for name, pattern in _BLAS for path in sorted(glob.glob(pattern)))
+    for name, path in found:
         with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             return f"{name} ({Path(path).name})"
-    return "reference (from MLX)"
+    return _REFERENCE
 
 
 def _named_blas(path: str, mode: int) -> None:
-    """Loads the library that MLXKV_BLAS names; refused where it is none, as another one would change nothing and be reported."""
+    """Loads the library that MLXKV_BLAS names.
+
+    Refused where it is no BLAS: another library would change nothing and be reported as one.
+    """
     try:
         library = ctypes.CDLL(path, mode=mode)
     except OSError as error:
         raise Refusal(
-            f"MLXKV_BLAS: {path} cannot be loaded ({error}); give the path of a BLAS library, or none"
+            f"{path} cannot be loaded ({error})",
+            where="MLXKV_BLAS",
+            remedy="give the path of a BLAS library, or none",
         ) from error
     if not hasattr(library, "cblas_sgemm"):
         raise Refusal(
-            f"MLXKV_BLAS: {path} has no cblas_sgemm, expected a BLAS library; give the path of one, or none"
+            f"{path} has no cblas_sgemm, expected a BLAS library",
+            where="MLXKV_BLAS",
+            remedy="give the path of one, or none",
         )
-
-
-def _found_blas() -> list[tuple[str, str]]:
-    return [
-        (name, path)
-        for name, patterns in _BLAS
-        for pattern in patterns
-        for path in sorted(glob.glob(pattern))
-    ]
 
 
 def kernels() -> dict[str, str]:
@@ -202,10 +190,10 @@ def kernels() -> dict[str, str]:
 
 def host() -> dict[str, Any]:
     """The machine, without anything that names its owner."""
+    macos = f"macOS {platform.mac_ver()[0]}"
+    other = " ".join([platform.system(), *platform.libc_ver()])
     return {
-        "os": " ".join([platform.system(), *platform.libc_ver()])
-        if sys.platform != "darwin"
-        else f"macOS {platform.mac_ver()[0]}",
+        "os": macos if sys.platform == "darwin" else other,
         "arch": platform.machine(),
         "cpu": cpu_name(),
         "python": platform.python_version(),
@@ -222,12 +210,23 @@ def version(package: str) -> str:
         return "not installed"
 
 
+def place(package: str) -> str:
+    """Where an imported package's code lies, relative to its environment.
+
+    The whole path could name its owner, so of one outside every environment only that is said.
+    """
+    home = Path(sys.modules[package].__file__ or "").parent
+    for base in (sys.prefix, sys.base_prefix, site.getuserbase()):
+        with contextlib.suppress(ValueError):
+            return str(home.relative_to(base))
+    return f"{home.name}, outside this Python's environment"
+
+
 def cpu_name() -> str:
-    """The processor as the system names it."""
+    """The processor as the system names it, and its cores."""
     if sys.platform == "linux":
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             if line.startswith("model name"):
                 return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -1,6 +1,6 @@
 """Starts the oracle in its own process, or reads a folder that it wrote here or elsewhere.
 
-Results are used again when the digest of everything they depend on is the same.
+An answer is used again while the digest of everything that it depends on is the same.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxkv.engines import machine as runtime
-from mlxkv.engines import process
+from mlxkv.engines import machine, process
 from mlxkv.engines.progress import say
 from oracle.formats import disk, run_folder
 from oracle.formats import plan as plans
 from oracle.formats.errors import Refusal
-from oracle.model.checkpoint import Checkpoint, cache_dir
+from oracle.model.cache_folder import cache_dir
+from oracle.model.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the oracle is asked: which tokens, how many steps after them, in which chunks and dtype, and what to record."""
+    """What the oracle is asked: which tokens, how many steps after them, and what to record.
+
+    `prompt_tokens` of the `tokens` are the prompt; `prompt` is its text where it is known.
+    `chunks` are the sizes in which the chunked plan sends the prompt, None for the usual ones.
+    """
 
     checkpoint: Checkpoint
     prompt: str | None
@@ -34,7 +38,7 @@ class Question:
     taps: tuple[str, ...] = ("hidden",)
 
     def digest(self) -> str:
-        """Of everything that the answer depends on."""
+        """sha256 of everything that the answer depends on."""
         return run_folder.inputs_digest(
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
@@ -47,6 +51,19 @@ class Question:
             taps=self.taps,
         )
 
+    def arguments(self, folder: Path, prompt_file: str) -> list[str]:
+        """Those of `oracle run` that writes the answer into `folder`."""
+        given = ["run", self.checkpoint.source, "--out", str(folder), "--force"]
+        given += _revision(self.checkpoint)
+        given += [f"--ignore-key={key}" for key in self.checkpoint.without]
+        if self.prompt is not None:
+            given += ["--prompt-file", prompt_file]
+        else:
+            given += [f"--tokens={_commas(self.tokens)}", f"--prompt-tokens={self.prompt_tokens}"]
+        given += [f"--chunks={_commas(self.chunks)}"] if self.chunks is not None else []
+        given += [f"--steps={self.steps}", f"--dtype={self.dtype}", f"--threads={self.threads}"]
+        return [*given, f"--taps={','.join(self.taps)}"]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -58,7 +75,10 @@ class Answer:
 
 
 def ask(question: Question, *, fresh: bool = False) -> Answer:
-    """The oracle's folder for a question: the one kept from last time, or a new one; made by one process at a time."""
+    """The oracle's folder for a question: the one kept from last time, or a new one.
+
+    `fresh` makes a new one in any case. One process at a time makes it.
+    """
     require_torch()
     digest = question.digest()
     folder = cache_dir() / "oracle" / digest[:32]
@@ -68,9 +88,8 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
         lock.touch()
     except OSError as error:
         raise disk.unwritable(lock, error) from error
-    with disk.alone(
-        lock, waiting=lambda: say("oracle: another mlxkv asks it the same, waiting for that one")
-    ):
+    busy = "oracle: another mlxkv asks it the same, waiting for that one"
+    with disk.alone(lock, waiting=lambda: say(busy)):
         kept = None if fresh else _kept(folder, digest)
         return kept or _made(question, folder, digest)
 
@@ -91,11 +110,13 @@ def _made(question: Question, folder: Path, digest: str) -> Answer:
         # A file, since an argument has a limit that a long prompt exceeds.
         prompt.write((question.prompt or "").encode())
         prompt.flush()
-        finished = process.start(["oracle", *_arguments(question, folder, prompt.name)])
+        finished = process.start(["oracle", *question.arguments(folder, prompt.name)])
     manifest = run_folder.read_manifest(folder)
     if manifest.inputs != digest:
         raise Refusal(
-            f"{folder}: made from inputs {manifest.inputs[:16]}, expected {digest[:16]}; the oracle's sources changed meanwhile, run again"
+            f"made from inputs {manifest.inputs[:16]}, expected {digest[:16]}",
+            where=folder,
+            remedy="the oracle's sources changed meanwhile, run again",
         )
     return Answer(folder, manifest, finished)
 
@@ -106,58 +127,40 @@ def suspects_folder(manifest: run_folder.Manifest) -> Path:
 
 
 def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Finished:
-    """The usual suspects of a run folder into `out`; `checkpoint` is what the folder was made with."""
-    revision = ["--revision", checkpoint.revision] if checkpoint.revision else []
-    return process.start(
-        ["oracle", "suspects", str(folder), checkpoint.source, *revision, "--out", str(out)]
-    )
+    """Writes the usual suspects of a run folder into `out`.
+
+    These are truths of a model with one usual mistake each. `checkpoint` is what the folder was
+    made with.
+    """
+    source = [checkpoint.source, *_revision(checkpoint)]
+    return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
 
 
 def require_torch() -> None:
     """A Refusal with the line that installs what is missing."""
     for package in ("torch", "transformers"):
-        if not runtime.has(package):
+        if not machine.has(package):
             raise Refusal(
-                f"{package} is not installed: pip install 'mlxkv[oracle]', or give --oracle DIR with a folder made elsewhere"
+                f"{package} is not installed: pip install 'mlxkv[oracle]', "
+                "or give --oracle DIR with a folder made elsewhere"
             )
 
 
 def judged(manifest: run_folder.Manifest, folder: Path) -> dict[str, plans.Plan]:
-    """The plans of a run folder, by name; refused where one is not what the manifest says."""
+    """The plans of a run folder, by name; a Refusal where one is not what the manifest says."""
     found = {}
     for name, digest in manifest.plans.items():
         path = folder / "plans" / f"{name}.json"
         found[name] = plans.read(path)
         if found[name].digest != digest:
-            raise Refusal(
-                f"{path}: digest is {found[name].digest[:16]}, expected {digest[:16]}; make the folder again"
-            )
+            what = f"digest is {found[name].digest[:16]}, expected {digest[:16]}"
+            raise Refusal(what, where=path, remedy="make the folder again")
     return found
 
 
-def _arguments(question: Question, folder: Path, prompt: str) -> list[str]:
-    arguments = ["run", question.checkpoint.source, "--out", str(folder), "--force"]
-    if question.checkpoint.revision:
-        arguments += ["--revision", question.checkpoint.revision]
-    for key in question.checkpoint.without:
-        arguments += ["--ignore-key", key]
-    if question.prompt is not None:
-        arguments += ["--prompt-file", prompt]
-    else:
-        arguments += [
-            "--tokens",
-            ",".join(map(str, question.tokens)),
-            "--prompt-tokens",
-            str(question.prompt_tokens),
-        ]
-    if question.chunks is not None:
-        arguments += ["--chunks", ",".join(map(str, question.chunks))]
-    arguments += [
-        "--steps",
-        str(question.steps),
-        "--dtype",
-        question.dtype,
-        "--threads",
-        str(question.threads),
-    ]
-    return [*arguments, "--taps", ",".join(question.taps)]
+def _revision(checkpoint: Checkpoint) -> list[str]:
+    return ["--revision", checkpoint.revision] if checkpoint.revision else []
+
+
+def _commas(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,8 +1,10 @@
-"""A person's own MLX model follows plans and writes traces. `python -m mlxkv.engines.custom JOB.json` is a process of its own.
+"""A person's own MLX model follows plans. `python -m mlxkv.engines.own JOB.json` is a process.
 
-`FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32". What it returns follows
-mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L) and gives logits (B, L, V), `make_cache()` gives
-a list with one cache per layer. The file is executed because it was named; what goes wrong in it is told in one line.
+`FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32".
+What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
+and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. The file is
+executed because it was named; what goes wrong in it is told in one line. Axes as in
+`mlxkv.port.llama`.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ import numpy as np
 
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, PlanRunner, host
+from mlxkv.engines.runner import Array, CropRefusal, PlanRunner, host
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
+from oracle.formats.trace import Meta
 
-CONVENTION = "expected mlx-lm's convention: model(tokens, cache=cache) -> logits (B, L, V), and make_cache() -> one cache per layer"
-
-
-class TooShort(ValueError):
-    """A crop to more tokens than the cache holds; the step ends alone."""
+CALL = "model(tokens, cache=cache)"
+CONVENTION = (
+    f"expected mlx-lm's convention: {CALL} -> logits (B, L, V), "
+    "and make_cache() -> one cache per layer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +51,30 @@ class Source:
 
 
 def find(engine: str) -> Source:
-    """What FILE.py:load names; refused where there is no such file, before anything of it is executed."""
+    """What FILE.py:load names; a Refusal where there is no such file. Nothing of it is executed."""
     path, _, function = engine.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise Refusal(
-            f"--engine: {engine!r}, expected port or mlx-lm, or FILE.py:FUNCTION for a model of your own"
+            f"{engine!r}, expected port or mlx-lm, or FILE.py:FUNCTION for a model of your own",
+            where="--engine",
         )
     if not Path(path).is_file():
         raise Refusal(
-            f"--engine: {path}: no such file, expected the Python file that holds {function}; check the path"
+            f"no such file, expected the Python file that holds {function}",
+            where=f"--engine: {path}",
+            remedy="check the path",
         )
     return Source(Path(path).absolute(), function)
 
 
-class Runner(PlanRunner):
-    """Follows one plan on a model of mlx-lm's convention, named `name` where it goes wrong; `vocab` is V.
+class OwnRunner(PlanRunner):
+    """Follows one plan on a model of mlx-lm's convention.
 
-    Positions are counted here: a cache that counts wrongly is to be judged, not believed.
+    `name` is the model's in messages, `vocab` is V. Positions are counted here, since a cache that
+    counts wrongly is to be judged and not believed.
     """
 
-    failures = (Inexpressible, TooShort)
+    failures = (Inexpressible, CropRefusal)
 
     def __init__(self, model: Any, plan: Plan, *, name: str, vocab: int) -> None:
         super().__init__(plan)
@@ -83,25 +90,23 @@ class Runner(PlanRunner):
 
     def clone(self, source: str, target: str) -> None:
         """The convention has no clone; its users copy."""
-        with told(self.name, "copy of a cache"):
+        with blamed_on(self.name, "copy of a cache"):
             self.caches[target] = copy.deepcopy(self.caches[source])
         self.fed[target] = self.fed[source]
 
     def crop(self, name: str, length: int) -> None:
-        """Every layer's `trim` of what is too much, as mlx-lm's users do."""
+        """Has every layer `trim` what is too much, as mlx-lm's users do."""
         cache, held = self.caches[name], self.fed[name]
-        if length > held:
-            raise TooShort(f"crop: length is {length}, expected at most the {held} tokens cached")
+        self.check_crop(length, held)
         if cache is None:
             return
         if not all(hasattr(layer, "trim") for layer in cache):
             raise Inexpressible("a layer's cache has no trim()")
-        with told(self.name, "trim()"):
+        with blamed_on(self.name, "trim()"):
             trimmed = {layer.trim(held - length) for layer in cache}
         if trimmed != {held - length}:
-            raise Inexpressible(
-                f"trim() trimmed {sorted(map(str, trimmed))} of {held - length} tokens"
-            )
+            found = sorted(map(str, trimmed))
+            raise Inexpressible(f"trim() trimmed {found} of {held - length} tokens")
         self.fed[name] = length
 
     def reset(self, name: str) -> None:
@@ -117,12 +122,9 @@ class Runner(PlanRunner):
         import mlx.core as mx
 
         held, cache = self.fed[name], self.caches[name]
-        if index_pos not in (None, held):
-            raise Inexpressible(
-                f"index_pos {index_pos} with {held} tokens cached, as the cache has the position"
-            )
+        self.check_position(index_pos, held, "the cache has the position")
         given = self._made() if cache is None else cache
-        with told(self.name, "model(tokens, cache=cache)"):
+        with blamed_on(self.name, CALL):
             logits = self.model(mx.array([tokens]), cache=given)
             if isinstance(logits, mx.array):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
@@ -136,62 +138,61 @@ class Runner(PlanRunner):
         return np.zeros((0, self.vocab), np.float32)
 
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
-        """Of caches whose every layer shows its rows as mlx-lm's do, `state` (keys, values) up to `offset`; of others nothing."""
+        """The rows of caches whose layers all show them as mlx-lm's do, `state` up to `offset`."""
         for name, cache in self.caches.items():
-            with told(self.name, "a cache's state"):
+            with blamed_on(self.name, "a cache's state"):
                 rows = [_rows(layer) for layer in cache or []]
             for i, pair in enumerate(rows):
                 if pair is not None and None not in rows:
                     yield name, i, *pair
 
     def _made(self) -> list[Any]:
-        with told(self.name, "make_cache()"):
+        with blamed_on(self.name, "make_cache()"):
             cache = self.model.make_cache()
         if not isinstance(cache, list | tuple):
-            raise Refusal(
-                f"{self.name}: make_cache() gave a {type(cache).__name__}, expected a list with one cache per layer"
-            )
+            what = f"make_cache() gave a {type(cache).__name__}"
+            raise Refusal(f"{what}, expected a list with one cache per layer", where=self.name)
         return list(cache)
 
     def _check(self, logits: Any, expected: list[int]) -> None:
         import mlx.core as mx
 
         if not isinstance(logits, mx.array):
-            raise Refusal(
-                f"{self.name}: model(tokens, cache=cache) gave a {type(logits).__name__}, expected an mx.array {expected}"
-            )
-        if list(logits.shape) != expected or not mx.issubdtype(logits.dtype, mx.floating):
-            found = f"{list(logits.shape)} {str(logits.dtype).removeprefix('mlx.core.')}"
-            raise Refusal(
-                f"{self.name}: model(tokens, cache=cache) gave {found}, expected {expected} of floats: batch, tokens, vocabulary"
-            )
+            found = f"a {type(logits).__name__}, expected an mx.array {expected}"
+        elif list(logits.shape) != expected or not mx.issubdtype(logits.dtype, mx.floating):
+            kind = str(logits.dtype).removeprefix("mlx.core.")
+            shape = f"{list(logits.shape)} {kind}, expected {expected} of floats"
+            found = f"{shape}: batch, tokens, vocabulary"
+        else:
+            return
+        raise Refusal(f"{CALL} gave {found}", where=self.name)
 
 
 def _rows(layer: Any) -> tuple[Any, Any] | None:
-    """keys and values, each (K, S, D), of one layer's cache."""
+    """keys and values, each [K, S, D], of one layer's cache; None where it does not show them."""
     import mlx.core as mx
 
     state, offset = getattr(layer, "state", None), getattr(layer, "offset", None)
     if not isinstance(offset, int) or not isinstance(state, tuple | list) or len(state) < 2:
         return None
     keys, values = state[:2]
-    if not all(
-        isinstance(array, mx.array) and array.ndim == 4 and len(array) == 1
-        for array in (keys, values)
-    ):
+    pair = (keys, values)
+    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in pair):
         return None
     return keys[0, :, :offset], values[0, :, :offset]
 
 
 @contextmanager
-def told(name: str, what: str) -> Iterator[None]:
-    """Turns what a person's code raises into one line that says what was asked of it, what came, and where."""
+def blamed_on(name: str, what: str) -> Iterator[None]:
+    """Turns what a person's code raises into one line: what it was asked, what came, and where."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        said = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
+        came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
         raise Refusal(
-            f"{name}: {what} failed with {said}{_place(error, name.partition(':')[0])}; run it by itself to see more"
+            f"{what} failed with {came}{_place(error, name.partition(':')[0])}",
+            where=name,
+            remedy="run it by itself to see more",
         ) from error
 
 
@@ -199,16 +200,12 @@ def _place(error: BaseException, file: str) -> str:
     """The innermost line of the person's own file, else of any but ours."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(_behind(error.__traceback__))
-        if not frame.filename.startswith("<")
-    ]
+    every = traceback.extract_tb(_behind(error.__traceback__))
+    frames = [frame for frame in every if not frame.filename.startswith("<")]
     own = [frame for frame in frames if Path(frame.filename).name == file]
-    shown = (own or frames)[-1:]
-    return (
-        f" ({Path(shown[0].filename).name}:{shown[0].lineno} in {shown[0].name})" if shown else ""
-    )
+    for frame in (own or frames)[-1:]:
+        return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return ""
 
 
 def _behind(trace: TracebackType | None) -> TracebackType | None:
@@ -219,51 +216,49 @@ def _behind(trace: TracebackType | None) -> TracebackType | None:
 
 
 def require(model: Any, name: str) -> Any:
-    """The model, if it can be called and makes caches."""
+    """The model; a Refusal where it cannot be called or makes no caches."""
     if not callable(model) or not callable(getattr(model, "make_cache", None)):
-        lacks = "make_cache()" if callable(model) else "model(tokens, cache=cache)"
-        raise Refusal(f"{name}: a {type(model).__name__} without {lacks}, {CONVENTION}")
+        lacks = "make_cache()" if callable(model) else CALL
+        raise Refusal(f"a {type(model).__name__} without {lacks}, {CONVENTION}", where=name)
     return model
 
 
 def load(source: Source, folder: str, dtype: str) -> Any:
-    """What the function gives for the folder, its file executed as a module that can import its neighbours."""
-    spec = importlib.util.spec_from_file_location(source.file.stem, source.file)
+    """What the function gives for the folder, its file executed as a module.
+
+    The file can import its neighbours, but neither it nor they take the name of anything that
+    Python finds without them: the file's folder is the last that is searched.
+    """
+    spec = importlib.util.spec_from_file_location(f"engine {source.file.stem}", source.file)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Ours are loaded already; a neighbour of the same name must not replace one.
-    sys.modules.setdefault(spec.name, module)
-    sys.path.insert(0, str(source.file.parent))
-    with told(source.name, "import"):
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(source.file.parent))
+    with blamed_on(source.name, "import"):
         spec.loader.exec_module(module)
     if not callable(getattr(module, source.function, None)):
         raise Refusal(
-            f"{source.name}: no function {source.function} in {source.file}, expected {source.function}(path, dtype)"
+            f"no function {source.function} in {source.file}, "
+            f"expected {source.function}(path, dtype)",
+            where=source.name,
         )
-    with told(source.name, f"{source.function}({folder!r}, {dtype!r})"):
+    with blamed_on(source.name, f"{source.function}({folder!r}, {dtype!r})"):
         model = getattr(module, source.function)(folder, dtype)
     return require(model, source.name)
 
 
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
-    from mlxkv.engines import machine as runtime
-
     source = find(job.custom)
-    environment = runtime.prepare(job.device, threads=job.threads)
-    from oracle.model.checkpoint import resolve
-
-    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
+    environment, checkpoint = job.prepare(job.device)
     model = load(source, str(checkpoint.folder), job.dtype)
-    said = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
-    meta = job.meta(checkpoint, said, engine=source.name, version="")
-    label = f"{source.name} ({job.dtype}, {environment['device']})"
-    runner.follow(
-        job,
-        label,
-        lambda plan: (Runner(model, plan, name=source.name, vocab=checkpoint.vocab_size), meta),
-    )
+    facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
+    meta = job.meta(checkpoint, facts, engine=source.name, version="")
+
+    def begin(plan: Plan) -> tuple[OwnRunner, Meta]:
+        return OwnRunner(model, plan, name=source.name, vocab=checkpoint.vocab_size), meta
+
+    runner.follow(job, f"{source.name} ({job.dtype}, {environment['device']})", begin)
 
 
 if __name__ == "__main__":

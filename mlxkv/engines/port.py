@@ -1,7 +1,7 @@
-"""The port follows plans and writes traces. `python -m mlxkv.engines.port JOB.json` is a process of its own.
+"""The port follows plans. `python -m mlxkv.engines.port JOB.json` is a process of its own.
 
-A process, so that a BLAS loaded for MLX touches nothing else, memory is given back between the lanes, and a library that
-aborts takes no report with it.
+So a BLAS loaded for MLX touches nothing else, memory is given back between the runs in the run's
+dtype and in float64, and a library that aborts takes no report with it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mlxkv.engines import runner
+from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import PlanRunner, host
-from oracle.formats.errors import Refusal
+from mlxkv.engines.runner import Array, PlanRunner, host
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta, Trace
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from mlxkv.port.cache import Cache
-    from mlxkv.port.llama import Llama
-
-Array = npt.NDArray[Any]
+    from mlxkv.port.llama import Llama, ModelTap
 
 
-class Runner(PlanRunner):
-    """Follows one plan on a model."""
+class PortRunner(PlanRunner):
+    """Follows one plan on a model.
+
+    `cache_dtype` makes caches of another dtype than the model's. With `keep_masks` the trace has
+    the masks that its caches built: `mask/<cache>/<L>x<S>` (L, S) uint8, where 1 hides a key.
+    """
 
     def __init__(
         self,
@@ -39,30 +41,29 @@ class Runner(PlanRunner):
         cache_dtype: str | None = None,
         keep_masks: bool = False,
     ) -> None:
+        from mlxkv.port.ops import name_of
+
         super().__init__(plan)
-        self.keep_masks = keep_masks
         self.model = model
-        self.guarded = guarded
-        self.cache_dtype = cache_dtype
+        self.dtype = name_of(model.dtype)
+        self.keep_masks = keep_masks
+        self.tap: ModelTap | None = None
         self.caches: dict[str, Cache] = {}
-        # The truth turns a sequence by the factors for its whole length, so every cache of the plan is made for it.
+        # The truth turns a sequence by the factors for its whole length, so every cache of the
+        # plan is made for it.
         longrope = model.config.rope.rope_type == "longrope"
-        self.max_length = (
-            min(max(1, plan.longest), model.config.max_position_embeddings) if longrope else None
-        )
+        most = min(max(1, plan.longest), model.config.max_position_embeddings)
+        self._cache: dict[str, Any] = {
+            "dtype": cache_dtype or self.dtype,
+            "guarded": guarded,
+            "max_length": most if longrope else None,
+        }
 
     def new(self, name: str, use_kv_cache: bool) -> None:
         """Guarded or not, as the runner is."""
         from mlxkv.port.cache import Cache
 
-        dtype = self.cache_dtype or self._dtype
-        self.caches[name] = Cache(
-            self.model.config,
-            dtype=dtype,
-            use_kv_cache=use_kv_cache,
-            guarded=self.guarded,
-            max_length=self.max_length,
-        )
+        self.caches[name] = Cache(self.model.config, use_kv_cache=use_kv_cache, **self._cache)
 
     def clone(self, source: str, target: str) -> None:
         """The cache's own."""
@@ -82,20 +83,19 @@ class Runner(PlanRunner):
 
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
         """(L, V), or (1, V)."""
-        whole = self.plan.rows == "all"
-        rows = host(
-            self.model([tokens], cache=self.caches[name], index_pos=index_pos, all_positions=whole)[
-                0
-            ]
+        logits = self.model(
+            [tokens],
+            cache=self.caches[name],
+            index_pos=index_pos,
+            all_positions=self.plan.rows == "all",
+            tap=self.tap,
         )
-        return rows if whole else rows[None]
+        return host(logits).reshape(-1, logits.shape[-1])
 
     def nothing(self) -> Array:
         """(0, V)"""
-        return np.zeros(
-            (0, self.model.config.vocab_size),
-            np.float64 if self._dtype == "float64" else np.float32,
-        )
+        dtype = np.float64 if self.dtype == "float64" else np.float32
+        return np.zeros((0, self.model.config.vocab_size), dtype)
 
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
         """As the cache shows them."""
@@ -106,76 +106,56 @@ class Runner(PlanRunner):
 
     def arrays(self) -> dict[str, Array]:
         """With the masks, where they are kept."""
-        return super().arrays() | (self.masks() if self.keep_masks else {})
-
-    def masks(self) -> dict[str, Array]:
-        """The masks that each cache has built, 1 hides a key: `mask/<cache>/<new>x<all>` (new, all) uint8."""
-        return {
-            f"mask/{name}/{L}x{S}": np.array(m)
-            for name, cache in self.caches.items()
-            for (L, S), m in cache.masks.items()
-        }
-
-    @property
-    def _dtype(self) -> str:
-        from mlxkv.port.ops import name_of
-
-        return name_of(self.model.dtype)
+        arrays = super().arrays()
+        for name, cache in self.caches.items() if self.keep_masks else ():
+            for (L, S), mask in cache.masks.items():
+                arrays[f"mask/{name}/{L}x{S}"] = np.array(mask)
+        return arrays
 
 
 def run(model: Llama, plan: Plan, *, meta: Meta | None = None, guarded: bool = True) -> Trace:
-    """The trace of one plan, in memory; `meta` says what only the caller knows (fingerprint, environment)."""
-    from mlxkv.engines.machine import version
-    from mlxkv.port.ops import name_of
-
-    runner = Runner(model, plan, guarded=guarded).run()
+    """The trace of one plan, in memory; `meta` says what only the caller knows."""
+    runner = PortRunner(model, plan, guarded=guarded).run()
     base = meta or Meta(
-        plan, "mlxkv", version("mlxkv"), name_of(model.dtype), weights_dtype=name_of(model.dtype)
+        plan, "mlxkv", machine.version("mlxkv"), runner.dtype, weights_dtype=runner.dtype
     )
     return Trace(replace(base, plan=plan, outcomes=runner.outcomes), runner.arrays())
 
 
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
-    from mlxkv.engines import machine as runtime
-
-    environment = runtime.prepare(
-        "cpu" if job.dtype == "float64" else job.device, threads=job.threads
-    )
+    exact = job.dtype == "float64"
+    environment, checkpoint = job.prepare("cpu" if exact else job.device)
     from mlxkv.port.weights import from_checkpoint
-    from oracle.model.checkpoint import resolve
 
-    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
-    probes = probe() if job.dtype == "float64" else {}
     model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
-    named = "mlxkv" if job.guarded else "mlxkv (unguarded)"
-    said = environment | {"rope": model.config.rope.words}
-    meta = job.meta(checkpoint, said, engine=named, version=runtime.version("mlxkv"), probes=probes)
-    if job.taps:
-        from mlxkv.engines import recorder as taps
-
-        job.report(taps.follow(job, model, meta))
-        return
-    label = (
-        "algebra (float64)"
-        if job.dtype == "float64"
-        else f"port ({job.dtype}, {environment['device']})"
+    meta = job.meta(
+        checkpoint,
+        environment | {"rope": model.config.rope.words},
+        engine="mlxkv" if job.guarded else "mlxkv (unguarded)",
+        version=machine.version("mlxkv"),
+        probes=probe() if exact else {},
     )
+    if job.taps:
+        from mlxkv.engines import recorder
 
-    def begin(plan: Plan) -> tuple[Runner, Meta]:
-        return Runner(
-            model,
-            plan,
-            guarded=job.guarded,
-            cache_dtype=job.caches.get(plan.name),
-            keep_masks=job.masks,
-        ), meta
+        job.write_seconds(recorder.follow(job, model, meta))
+        return
 
-    runner.follow(job, label, begin)
+    def begin(plan: Plan) -> tuple[PortRunner, Meta]:
+        dtype, masks = job.caches.get(plan.name), job.masks
+        runs = PortRunner(model, plan, guarded=job.guarded, cache_dtype=dtype, keep_masks=masks)
+        return runs, meta
+
+    label = f"port ({job.dtype}, {environment['device']})"
+    runner.follow(job, "algebra (float64)" if exact else label, begin)
 
 
 def probe() -> dict[str, float]:
-    """Largest relative errors of the float64 operations that the algebra lane rests on, against numpy."""
+    """Largest errors of the float64 operations that the algebra rests on, against numpy's.
+
+    Each is relative to the largest value of its result.
+    """
     import mlx.core as mx
 
     generator = np.random.default_rng(0)
@@ -197,14 +177,7 @@ def probe() -> dict[str, float]:
         }
 
 
-def main() -> None:
-    """The process's entry: one job file."""
+if __name__ == "__main__":
     from mlxkv.engines.job import serve
 
     serve(follow)
-
-
-if __name__ == "__main__":
-    main()
-
-__all__ = ["Refusal", "Runner", "follow", "probe", "run"]

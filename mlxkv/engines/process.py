@@ -1,4 +1,4 @@
-"""A process of ours: how it is started, heard and ended, and the folder that its files lie in meanwhile."""
+"""A process of ours: how it is started and ended, and the folder of its files meanwhile."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracle.formats import disk
+from oracle.formats import child, disk
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.exits import PARENT
-from oracle.model.checkpoint import cache_dir
+from oracle.model.cache_folder import cache_dir
 
 PORT, MLX_LM, OWN = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.own"
+"""The modules that follow a job, each in a process of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What the system counted for a process that ended well; `forward` is the part spent in the engine's forward calls."""
+    """What the system counted for a process that ended well.
+
+    `seconds` are by the clock, `forward` those of them spent in the engine's forward calls.
+    """
 
     seconds: float
     peak_bytes: int
@@ -31,7 +35,11 @@ class Finished:
 
 
 class Process:
-    """`python -m ...` in a process of its own, whose stderr is ours, or kept and shown only if it fails."""
+    """A module of ours in a process of its own, from the `with` on.
+
+    Its stderr is ours, or kept in the file `stderr` and shown only if the process fails. What is
+    still running at the end of the `with` is terminated.
+    """
 
     def __init__(
         self,
@@ -42,12 +50,16 @@ class Process:
     ) -> None:
         self.environment = dict(environment or {})
         self.name = arguments[0]
-        self.command = [sys.executable, "-m", *arguments]
+        self.command = child.command(*arguments)
         self.kept = stderr
         self.popen: subprocess.Popen[bytes] | None = None
 
     def wait(self) -> Finished:
-        """Its end. A refusal has been said on stderr when this raises; an interrupt is passed on."""
+        """Waits for its end.
+
+        Raises AlreadySaid where it has refused and said why on stderr, KeyboardInterrupt where it
+        was interrupted, and Refusal where it ended in another way.
+        """
         assert self.popen is not None
         _, status, usage = os.wait4(self.popen.pid, 0)
         code = self.popen.returncode = os.waitstatus_to_exitcode(status)
@@ -60,7 +72,9 @@ class Process:
         if code != 0:
             died = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise Refusal(
-                f"{self.name}: its process {died}, expected a result; there may be too little memory, or it is a fault of ours"
+                f"its process {died}, expected a result",
+                where=self.name,
+                remedy="there may be too little memory, or it is a fault of ours",
             )
         # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -71,8 +85,9 @@ class Process:
             try:
                 with _signals_held():
                     self.begun = time.perf_counter()
-                    # A group of its own: an interrupt at the terminal reaches us alone, and we pass it on once. A second
-                    # one would break off what the process does to leave nothing half written.
+                    # A group of its own: an interrupt at the terminal reaches us alone, and we pass
+                    # it on once. A second one would break off what the process does to leave
+                    # nothing half written.
                     self.popen = subprocess.Popen(
                         self.command,
                         stdin=subprocess.DEVNULL,
@@ -95,7 +110,10 @@ class Process:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """What would stop us waits until the block is over: within Popen it could leave a process that nobody knows."""
+    """Holds back what would stop us until the block is over.
+
+    A signal within Popen could leave a process that nobody knows of.
+    """
     came: list[int] = []
     main = threading.current_thread() is threading.main_thread()
     before = {
@@ -113,14 +131,14 @@ def _signals_held() -> Iterator[None]:
 
 
 def start(arguments: list[str], *, environment: Mapping[str, str] | None = None) -> Finished:
-    """Runs `python -m ...` to its end."""
+    """Runs a module of ours with its arguments to its end; raises what `Process.wait` does."""
     with Process(arguments, environment=environment) as process:
         return process.wait()
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for traces beside the caches (they are too large for some systems' /tmp), removed at the end."""
+    """A folder for traces, removed at the end; beside the caches, as /tmp is too small on some."""
     base = cache_dir() / "runs"
     with ExitStack() as stack:
         try:

@@ -1,6 +1,7 @@
-"""What every runner of plans does: steps in order, the rows that calls returned, what became of each step.
+"""What every runner of plans does: steps in order, the rows of calls, what became of each step.
 
-An engine's own runner adds how its caches are made and changed, and one forward call.
+An engine's own runner adds how its caches are made and changed, and one forward call. Axes as in
+`mlxkv.port.llama`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ import numpy.typing as npt
 
 from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
+from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
 from oracle.formats.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
 
 
+class CropRefusal(Refusal):
+    """A crop to more tokens than the cache has; the step ends alone."""
+
+
 class PlanRunner(ABC):
-    """Follows one plan. `failures` are the errors that a step may end with; others are faults of ours."""
+    """Follows one plan. `failures` are the errors that end a step alone; others are faults of ours.
+
+    `seconds` are those spent in forward calls.
+    """
 
     failures: tuple[type[Exception], ...] = (ValueError,)
 
@@ -57,41 +66,53 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """One call's logits in float32 or float64: (L, V), or (1, V) where only the last position's are asked for."""
+        """One call's logits (L, V), or (1, V) where the plan keeps only the last position's.
+
+        In float32 or float64.
+        """
 
     @abstractmethod
     def nothing(self) -> Array:
-        """What a call of no tokens would return: (0, V)."""
+        """The rows of no call at all: (0, V)."""
 
     @abstractmethod
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
-        """Cache, layer, keys and values, each (K, length, D), of every layer that holds some."""
+        """Cache, layer, keys and values, each [K, S, D], of every layer that holds some."""
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> Self:
-        """Every step in order; a step that fails keeps its error's text and the next one follows."""
+        """Follows every step; one that fails keeps its error's text, and the next one follows."""
         for i, step in enumerate(self.plan.steps):
             try:
-                self.outcomes.append(Outcome(tokens=self._step(i, step)))
+                outcome = Outcome(tokens=self._step(i, step))
             except self.failures as error:
-                self.outcomes.append(Outcome.failed(error))
+                outcome = Outcome.failed(error)
+            self.outcomes.append(outcome)
             advance(1)
         return self
 
     def arrays(self) -> dict[str, Array]:
-        """The trace's arrays: all rows, and the keys and values that each cache holds at the end."""
+        """A trace's arrays: all rows, and the keys and values that each cache holds in the end."""
+        none = [np.zeros(0, np.int32)]
         arrays = {
             "logits": np.concatenate(self.rows) if self.rows else self.nothing(),
-            "positions": np.concatenate(self.positions).astype(np.int32)
-            if self.rows
-            else np.zeros(0, np.int32),
-            "steps": np.concatenate(self.steps).astype(np.int32)
-            if self.rows
-            else np.zeros(0, np.int32),
+            "positions": np.concatenate(self.positions or none).astype(np.int32),
+            "steps": np.concatenate(self.steps or none).astype(np.int32),
         }
         for name, i, keys, values in self.kept():
             arrays[f"kv/{name}/{i:03d}/keys"] = host(keys)
             arrays[f"kv/{name}/{i:03d}/values"] = host(values)
         return arrays
+
+    def check_crop(self, length: int, held: int) -> None:
+        """Refuses to keep more tokens than the cache has."""
+        if length > held:
+            what = f"length is {length}, expected at most the {held} tokens cached"
+            raise CropRefusal(what, where="crop")
+
+    def check_position(self, index_pos: int | None, held: int, why: str) -> None:
+        """Refuses a position that is not the cache's own, where a call cannot name one."""
+        if index_pos not in (None, held):
+            raise Inexpressible(f"index_pos {index_pos} with {held} tokens cached, as {why}")
 
     def _step(self, index: int, step: Step) -> list[int] | None:
         match step:
@@ -138,21 +159,26 @@ class PlanRunner(ABC):
 
 
 def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]]) -> None:
-    """Each of the job's plans by what `begin` gives for it: a trace of each, and word of the seconds in forward calls."""
+    """Runs each of the job's plans on the runner that `begin` makes for it, and writes its trace.
+
+    Writes the seconds spent in forward calls too.
+    """
     seconds = 0.0
     with bar(label, sum(len(plan.steps) for plan in job.plans)) as advance:
         for plan in job.plans:
             runner, meta = begin(plan)
             runner.run(advance)
             seconds += runner.seconds
-            write(
-                job.trace(plan), replace(meta, plan=plan, outcomes=runner.outcomes), runner.arrays()
-            )
-    job.report(seconds)
+            made = replace(meta, plan=plan, outcomes=runner.outcomes)
+            write(job.trace(plan), made, runner.arrays())
+    job.write_seconds(seconds)
 
 
 def host(array: Any) -> Array:
-    """A numpy copy of an MLX array: numpy has no bfloat16, and float32 holds every half-precision value exactly."""
+    """A numpy copy of an MLX array, in float64 where it is, else in float32.
+
+    numpy has no bfloat16, and float32 holds every half-precision value exactly.
+    """
     import mlx.core as mx
 
     kept = array.dtype in (mx.float32, mx.float64)

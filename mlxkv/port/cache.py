@@ -1,10 +1,11 @@
-"""The KV cache: one object outside the model, in the style of candle's `llama.rs` `Cache`.
+"""The KV cache: one object outside the model, in the style of `Cache` in candle's `llama.rs`.
 
-It carries, per layer, the keys (after RoPE) and values of every token fed, before the query heads of a group share them;
-the RoPE tables; and the causal masks. Axes: B batch, K key/value heads, S tokens held, D head_dim.
+It carries, per layer, the keys (after RoPE) and values of every token fed, before the query heads
+of a group share them; the RoPE tables; and the causal masks. Axes as in `mlxkv.port.llama`.
 
-`guarded=False` is candle: index_pos picks table rows and the mask's shape and is never checked against what is held.
-`guarded=True` (the default) refuses, before anything is written, every call whose result would be silently wrong.
+`guarded=False` is candle: index_pos picks table rows and the mask's shape, and is never checked
+against what is held. `guarded=True`, the default, refuses, before anything is written, every call
+whose result would be silently wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,25 +28,26 @@ if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
 
 BLOCK = 256
-"""Buffers grow by this many rows: one token per step must not copy the whole history each time."""
+"""Buffers grow by this many rows: a token per step must not copy the whole history each time."""
 
 TABLES = 2**32
-"""Bytes of both RoPE tables that are made without a max_length: 4 million positions of float64 at 64 pairs."""
+"""Bytes that both RoPE tables may take: 4 million positions of float64 at 64 pairs."""
 
 MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
 
 class CacheError(Refusal):
-    """A call that the cache refuses. The cache is as it was before the call."""
+    """A call that the cache refuses. A guarded cache is as it was before the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's rows: buffers [B, K, capacity, D], of which the first `length` rows along S are held.
+    """One layer's rows: buffers [B, K, capacity, D], of which the first `length` along S are held.
 
-    Never changed: an append makes a new Layer. MLX writes into the old buffer when nobody else holds it and copies it
-    when somebody does, so clones share memory until one side writes and never see each other's rows.
+    A Layer never changes: an append makes a new one. MLX writes into the old buffer when nobody
+    else holds it and copies it when somebody does. So clones share memory until one side writes,
+    and never see each other's rows.
     """
 
     buffers: tuple[mx.array, mx.array] | None = None
@@ -63,7 +65,7 @@ class Layer:
 
     @property
     def batch(self) -> int | None:
-        """B of the rows held."""
+        """B of the rows held; None when nothing is held."""
         return None if self.buffers is None else self.buffers[0].shape[0]
 
     @property
@@ -75,7 +77,7 @@ class Layer:
         return 2 * B * K * self.length * D * self.buffers[0].dtype.size
 
     def append(self, keys: mx.array, values: mx.array) -> Layer:
-        """The layer with these rows [B, K, L, D] after its own."""
+        """The layer with these rows, [B, K, L, D] each, after its own."""
         old = self.buffers or (None, None)
         put = (_put(old[0], keys, self.length), _put(old[1], values, self.length))
         return Layer(put, self.length + keys.shape[2])
@@ -86,12 +88,13 @@ class Layer:
 
 
 class Cache:
-    """Keys, values, RoPE tables and masks of one sequence (or a batch of equally long ones).
+    """Keys, values, RoPE tables and masks of one sequence, or of a batch of equally long ones.
 
-    `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read: every call sends the whole
-    prefix. `len(cache)` is the number of tokens held; `fingerprint` names the weights that the last call used. `max_length`
-    bounds the sequence and with it the RoPE tables; with RoPE of type longrope it also chooses, once, between the short
-    factors (the default) and the long ones.
+    `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read, and
+    every call must send the whole prefix. `max_length` bounds the sequence and with it the RoPE
+    tables; for RoPE of type longrope it also chooses, once, between the short factors (the default)
+    and the long ones. `len(cache)` is the number of tokens held; `fingerprint` names the weights
+    that the last call used. Raises CacheError for a `max_length` that the config does not allow.
     """
 
     def __init__(
@@ -115,12 +118,12 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Every layer's rows, to look at: `cache.layers[0].keys.shape`."""
+        """Every layer's rows, to look at, as in `cache.layers[0].keys.shape`, or to `restore`."""
         return self._layers
 
     @property
     def masks(self) -> dict[tuple[int, int], mx.array]:
-        """The masks built so far, by (L, kv_len); 1 hides a key."""
+        """The masks built so far, by (L, S); 1 hides a key."""
         return dict(self._masks)
 
     @property
@@ -138,31 +141,30 @@ class Cache:
         c = self.config
         size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
         shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
-        flags = ("" if self.use_kv_cache else ", use_kv_cache=False") + (
-            "" if self.guarded else ", guarded=False"
-        )
+        flags = "" if self.use_kv_cache else ", use_kv_cache=False"
+        flags += "" if self.guarded else ", guarded=False"
         return f"Cache({size}, {shape}, {name_of(self.dtype)}{flags})"
 
     def clone(self) -> Cache:
-        """An independent copy. Buffers, tables and masks are shared; the first side that writes copies its rows."""
+        """An independent copy, which shares memory until one side writes."""
         other = object.__new__(Cache)
         other.__dict__.update(self.__dict__)
         other._masks = self._masks.copy()
         return other
 
     def reset(self) -> None:
-        """Nothing held, as new. Tables and masks stay: they depend on the config and on shapes alone."""
+        """Drops every row. Tables and masks stay: they depend on the config and on shapes alone."""
         self._layers = (Layer(),) * self.config.num_hidden_layers
 
     def crop(self, length: int) -> int:
-        """Keeps the first `length` tokens and returns how many were dropped; a CacheError if fewer are held."""
-        if (
-            not isinstance(length, int | np.integer)
-            or isinstance(length, bool)
-            or not 0 <= length <= len(self)
-        ):
+        """Keeps the first `length` tokens and returns how many were dropped.
+
+        Raises CacheError where fewer are held.
+        """
+        if not _whole(length) or not 0 <= length <= len(self):
             raise CacheError(
-                f"cache: crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held"
+                f"cache: crop to {length!r}, expected a whole number from 0 "
+                f"to the {len(self)} tokens held"
             )
         length = int(length)
         dropped = len(self) - length
@@ -170,9 +172,10 @@ class Cache:
         return dropped
 
     def save(self, path: str | Path) -> None:
-        """Writes the rows held and all that they depend on into one safetensors file, whole or not at all.
+        """Writes the rows held and all that they depend on into one safetensors file.
 
-        A CacheError where the file could not be used again: rows that are not finite, or of weights without a fingerprint.
+        The file is whole or not there. Raises CacheError where it could not be used again: for rows
+        that are not finite, or that come from weights without a fingerprint.
         """
         from mlxkv.port import cache_file
 
@@ -182,23 +185,24 @@ class Cache:
     def load(cls, path: str | Path, model: Llama) -> Cache:
         """The cache in a file that `save` wrote, to go on with `model`.
 
-        A CacheError that names what differs where another model, dtype, config or RoPE made the rows, and where the file
-        is not as it was written.
+        Raises CacheError, which names what differs, where another model, dtype, config or RoPE made
+        the rows, and where the file is not as it was written.
         """
         from mlxkv.port import cache_file
 
         return cache_file.load(Path(path), model)
 
-    # What the model calls, in this order: admit, rotation, then per layer extend, then mask.
+    # What the model calls, in this order: admit, then for each layer rotation, extend and mask.
 
     def admit(self, batch: int, length: int, index_pos: int | None, model: Llama) -> int:
-        """The position of the first of `length` new tokens, or a refusal with nothing changed.
+        """The position of the first of `length` new tokens in each of `batch` sequences.
 
-        Unguarded only what candle refuses: another dtype, no tokens, rows beyond the RoPE tables.
+        Raises CacheError with nothing changed. An unguarded cache refuses only what candle does:
+        another dtype, no tokens, rows beyond the RoPE tables.
         """
         held = len(self) if self.use_kv_cache else 0
         start = held if index_pos is None else index_pos
-        if not isinstance(start, int | np.integer) or isinstance(start, bool) or start < 0:
+        if not _whole(start) or start < 0:
             raise CacheError(f"cache: index_pos is {start!r}, expected a whole number from 0")
         start = int(start)
         self._check_model(model)
@@ -214,10 +218,9 @@ class Cache:
             )
         if self.guarded:
             self._guard(batch, start, held, model.fingerprint)
-        # Rows of several weights, which only an unguarded cache can hold, are no known weights' rows.
-        self.fingerprint = (
-            model.fingerprint if not held or model.fingerprint == self.fingerprint else None
-        )
+        # Rows of several weights, which only an unguarded cache can hold, are no known weights'.
+        same = not held or model.fingerprint == self.fingerprint
+        self.fingerprint = model.fingerprint if same else None
         return start
 
     def _check_model(self, model: Llama) -> None:
@@ -228,40 +231,39 @@ class Cache:
         if model.dtype != self.dtype:
             mine, theirs = name_of(self.dtype), name_of(model.dtype)
             raise CacheError(
-                f"cache: dtype is {mine}, the weights' is {theirs}; make it with Cache(model.config, dtype='{theirs}')"
+                f"cache: dtype is {mine}, the weights' is {theirs}; "
+                f"make it with Cache(model.config, dtype='{theirs}')"
             )
 
     def _guard(self, batch: int, start: int, held: int, fingerprint: str | None) -> None:
         if start != held:
-            holder = (
-                f"the cache holds {held} tokens"
-                if self.use_kv_cache
-                else "without a KV cache every call starts at 0"
-            )
-            remedy = (
-                "leave index_pos out"
-                if self.use_kv_cache
-                else "send the whole prefix from index_pos 0"
-            )
-            if self.use_kv_cache and start == 0:
-                remedy = "reset the cache or make a new one for another sequence, or leave index_pos out to go on"
+            holder, remedy = f"the cache holds {held} tokens", "leave index_pos out"
+            if not self.use_kv_cache:
+                holder = "without a KV cache every call starts at 0"
+                remedy = "send the whole prefix from index_pos 0"
+            elif start == 0:
+                other = "reset the cache or make a new one for another sequence"
+                remedy = f"{other}, or leave index_pos out to go on"
             raise CacheError(f"cache: index_pos is {start}, expected {held} ({holder}); {remedy}")
-        if self.use_kv_cache and self._layers[0].batch not in (None, batch):
+        own = self._layers[0].batch
+        if self.use_kv_cache and own not in (None, batch):
             raise CacheError(
-                f"cache: batch of {batch}, expected {self._layers[0].batch} (that of the tokens held); make a new cache"
+                f"cache: batch of {batch}, expected {own} (that of the tokens held); "
+                "make a new cache"
             )
         if held and fingerprint != self.fingerprint:
-            mine, theirs = shown(self.fingerprint), shown(fingerprint)
+            mine, theirs = short(self.fingerprint), short(fingerprint)
             raise CacheError(
-                f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+                f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); "
+                "make a new cache"
             )
 
     def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
-        """cos and sin of `length` positions from `start`, each (L, D / 2)."""
+        """cos and sin of `length` positions from `start`, (L, D / 2) each."""
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def extend(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, K, L, D] to one layer; all its keys and values, [B, K, S, D]."""
+        """Appends [B, K, L, D] each to one layer; gives all its keys and values, [B, K, S, D]."""
         if not self.use_kv_cache:
             return keys, values
         grown = self._layers[layer].append(keys, values)
@@ -270,7 +272,10 @@ class Cache:
         return grown.buffers[0][:, :, : grown.length], grown.buffers[1][:, :, : grown.length]
 
     def mask(self, length: int, start: int) -> mx.array | None:
-        """(L, start + L) uint8, 1 where row i hides column j, which is j > start + i; None for a single token."""
+        """(L, start + L) uint8, 1 where row i hides column j, which is j > start + i.
+
+        None for a single token, which sees everything.
+        """
         if length == 1:
             return None
         key = (length, start + length)
@@ -282,16 +287,12 @@ class Cache:
         self._masks.move_to_end(key)
         return self._masks[key]
 
-    def snapshot(self) -> tuple[Layer, ...]:
-        """What `restore` brings back."""
-        return self._layers
-
     def restore(self, layers: tuple[Layer, ...]) -> None:
-        """Every layer as it was."""
+        """Puts every layer back as `layers` had it before."""
         self._layers = layers
 
 
-def shown(fingerprint: str | None) -> str:
+def short(fingerprint: str | None) -> str:
     """Enough of a fingerprint to tell two apart, and what the weights were rounded to."""
     return "unknown" if fingerprint is None else fingerprint[:12] + fingerprint[64:]
 
@@ -307,18 +308,19 @@ def _put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     return mx.slice_update(full, rows, mx.array([start]), axes=[2])
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _span(config: LlamaConfig, max_length: int | None) -> int:
-    """Rows of the tables."""
+    """How many rows the tables have."""
     most = config.max_position_embeddings
     if max_length is None:
         return rope.span(config)
-    if (
-        not isinstance(max_length, int | np.integer)
-        or isinstance(max_length, bool)
-        or not 1 <= max_length <= most
-    ):
+    if not _whole(max_length) or not 1 <= max_length <= most:
         raise CacheError(
-            f"cache: max_length is {max_length!r}, expected a whole number from 1 to max_position_embeddings {most}"
+            f"cache: max_length is {max_length!r}, "
+            f"expected a whole number from 1 to max_position_embeddings {most}"
         )
     return int(max_length)
 
@@ -329,7 +331,8 @@ def _tables(config: LlamaConfig, dtype: mx.Dtype, length: int) -> tuple[mx.array
     size = length * config.head_dim * np.dtype(host).itemsize
     if size > TABLES:
         raise CacheError(
-            f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; give a smaller max_length"
+            f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; "
+            "give a smaller max_length"
         )
     cos, sin = rope.tables(config, host, length=length)
     # Without a dtype mx.array would make float32 of a float64 array.

@@ -1,9 +1,10 @@
-"""A cache in a file: the rows held, and everything that they depend on, so that a file is never gone on with by mistake.
+"""A cache in a file: its rows, and all that they depend on, so that no file is misused by mistake.
 
-One safetensors file: `<layer 000>/keys|values` [B, K, S, D] in the cache's own dtype, and one metadata key, `mlxkv`, holding
-sorted JSON: length, batch, dtype, use_kv_cache, guarded, the weights' fingerprint, the whole config with its RoPE, a sha256
-of the RoPE tables, and a sha256 of all of these and the rows. Equal caches make equal bytes. The header follows from the
-metadata alone, so that a reader accepts exactly what a writer wrote.
+One safetensors file holds `<layer 000>/keys|values` [B, K, S, D] in the cache's own dtype, and one
+metadata key, `mlxkv`, of sorted JSON: length, batch, dtype, use_kv_cache, guarded, the weights'
+fingerprint, the whole config with its RoPE, a sha256 of the RoPE tables, and a sha256 of all of
+these and the rows. Equal caches make equal bytes. The header follows from the metadata alone, so
+that a reader accepts exactly what a writer wrote.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.port.cache import Cache, CacheError, Layer, shown
+from mlxkv.port import ops
+from mlxkv.port.cache import Cache, CacheError, Layer, short
 from mlxkv.port.ops import DTYPES, name_of
 from oracle.formats.disk import atomic
+from oracle.formats.errors import one_line
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
@@ -33,6 +35,7 @@ _STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 # numpy has no bfloat16, and bits are all that is to be carried.
 _BITS = {8: (np.uint64, mx.uint64), 4: (np.uint32, mx.uint32), 2: (np.uint16, mx.uint16)}
 _MOST_HEADER = 2**26
+_OF_ROWS = {"length": int, "batch": int, "use_kv_cache": bool, "guarded": bool, "sha256": str}
 _REMEDIES = {
     "format": "it was written by another version: fill a new cache",
     "dtype": "load the model with the file's dtype, or fill a new cache",
@@ -44,7 +47,10 @@ _DAMAGED = "save or copy it again"
 
 
 def save(cache: Cache, path: Path) -> None:
-    """Writes `cache`; an earlier file of that name stays whole until the new one is."""
+    """Writes `cache`; an earlier file of that name stays whole until the new one is.
+
+    Raises CacheError where the file could not be used again.
+    """
     _check(cache)
     meta = _made_of(cache, cache.fingerprint if len(cache) else None) | {
         "length": len(cache),
@@ -52,13 +58,15 @@ def save(cache: Cache, path: Path) -> None:
         "use_kv_cache": cache.use_kv_cache,
         "guarded": cache.guarded,
     }
-    with atomic(path) as part, part.open("wb") as file, _device(cache.dtype):
+    with atomic(path) as part, part.open("wb") as file, ops.stream(cache.dtype):
         file.write(_header(meta | {"sha256": "0" * 64}))
         digest = _digest(meta)
         for name, rows in _rows(cache):
             if not mx.all(mx.isfinite(rows)).item():
                 raise CacheError(
-                    f"cache: {name} of {len(cache)} tokens holds nan or inf, expected finite rows; fill a new cache"
+                    f"{name} of {len(cache)} tokens holds nan or inf, expected finite rows",
+                    where="cache",
+                    remedy="fill a new cache",
                 )
             data = _bytes_of(rows)
             digest.update(data)
@@ -69,53 +77,52 @@ def save(cache: Cache, path: Path) -> None:
 
 
 def load(path: Path, model: Llama) -> Cache:
-    """The cache in a file, once every field is known to be the model's and every byte to be as it was written."""
+    """The cache in a file, once each field is known to be the model's and each byte as written.
+
+    Raises CacheError where one is not.
+    """
     try:
-        with path.open("rb") as file, _device(model.dtype):
+        with path.open("rb") as file, ops.stream(model.dtype):
             meta = _read_meta(file, path)
-            cache = Cache(
-                model.config, dtype=model.dtype, max_length=_max_length(meta, model, path)
-            )
+            most = _max_length(meta, model, path)
+            cache = Cache(model.config, dtype=model.dtype, max_length=most)
             _compare(meta, _made_of(cache, model.fingerprint), path)
-            cache.use_kv_cache, cache.guarded, cache.fingerprint = (
-                meta["use_kv_cache"],
-                meta["guarded"],
-                meta["fingerprint"],
-            )
+            cache.use_kv_cache, cache.guarded = meta["use_kv_cache"], meta["guarded"]
+            cache.fingerprint = meta["fingerprint"]
             cache.restore(_read_layers(file, meta, cache, path))
     except OSError as error:
-        raise CacheError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+        what = f"cannot be read ({error.strerror})"
+        raise CacheError(what, where=path, remedy="check the path") from error
     return cache
 
 
 def _check(cache: Cache) -> None:
     lengths = sorted({layer.length for layer in cache.layers})
     if len(lengths) > 1:
-        raise CacheError(
-            f"cache: its layers hold {lengths[0]} to {lengths[-1]} tokens, expected one length; reset it"
-        )
+        what = f"its layers hold {lengths[0]} to {lengths[-1]} tokens, expected one length"
+        raise CacheError(what, where="cache", remedy="reset it")
     if len(cache) and cache.fingerprint is None:
-        raise CacheError(
-            "cache: the weights of its rows are not known, expected those of one model; fill it with a model from mlxkv.load"
-        )
+        what = "the weights of its rows are not known, expected those of one model"
+        raise CacheError(what, where="cache", remedy="fill it with a model from mlxkv.load")
 
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
     """What the rows depend on, by the names in the metadata."""
     config = json.loads(json.dumps(asdict(cache.config)))
-    # What is said of a config, and not what is computed from it.
+    # These say something of a config, and nothing is computed from them.
     del config["notes"], config["defaults"]
     tables = hashlib.sha256()
-    with _device(cache.dtype):
+    with ops.stream(cache.dtype):
         for table in (cache.cos, cache.sin):
             tables.update(_bytes_of(table))
-    made = {
+    return {
         "format": FORMAT,
         "fingerprint": fingerprint,
         "dtype": name_of(cache.dtype),
         "config": config,
+        "max_length": cache.max_length,
+        "rope_tables": tables.hexdigest(),
     }
-    return made | {"max_length": cache.max_length, "rope_tables": tables.hexdigest()}
 
 
 def _rows(cache: Cache) -> Iterator[tuple[str, mx.array]]:
@@ -128,35 +135,21 @@ def _rows(cache: Cache) -> Iterator[tuple[str, mx.array]]:
 def _header(meta: Mapping[str, Any]) -> bytes:
     """The file's first bytes, which say where each layer's rows lie."""
     shape, size = _sizes(meta)
-    names = (
-        [
-            f"{i:03d}/{part}"
-            for i in range(meta["config"]["num_hidden_layers"])
-            for part in ("keys", "values")
-        ]
-        if size
-        else []
-    )
-    kind = _STORED[meta["dtype"]]
-    tensors = {
-        n: {"dtype": kind, "shape": shape, "data_offsets": [size * i, size * (i + 1)]}
-        for i, n in enumerate(names)
-    }
-    text = json.dumps(
-        {"__metadata__": {"mlxkv": _sorted_json(meta)}, **tensors}, separators=(",", ":")
-    ).encode()
+    kind, tensors = _STORED[meta["dtype"]], {}
+    for i in range(2 * meta["config"]["num_hidden_layers"] if size else 0):
+        name = f"{i // 2:03d}/{('keys', 'values')[i % 2]}"
+        offsets = [size * i, size * (i + 1)]
+        tensors[name] = {"dtype": kind, "shape": shape, "data_offsets": offsets}
+    value = {"__metadata__": {"mlxkv": _sorted_json(meta)}, **tensors}
+    text = json.dumps(value, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """[B, K, S, D] of a layer's keys, and their bytes."""
-    shape = (
-        meta["batch"],
-        meta["config"]["num_key_value_heads"],
-        meta["length"],
-        meta["config"]["head_dim"],
-    )
+    K, D = meta["config"]["num_key_value_heads"], meta["config"]["head_dim"]
+    shape = (meta["batch"], K, meta["length"], D)
     return shape, math.prod(shape) * DTYPES[meta["dtype"]].size
 
 
@@ -170,70 +163,56 @@ def _read_meta(file: BinaryIO, path: Path) -> dict[str, Any]:
             raise ValueError(f"metadata is a {type(meta).__name__}")
         _flat(meta)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = " ".join(str(error).split())[:160] or type(error).__name__
-        raise CacheError(f"{path}: not a whole {FORMAT} file ({why}); {_DAMAGED}") from error
+        what = f"not a whole {FORMAT} file ({one_line(error)})"
+        raise CacheError(what, where=path, remedy=_DAMAGED) from error
     return meta
 
 
 def _max_length(meta: Mapping[str, Any], model: Llama, path: Path) -> int | None:
-    """How long the file's sequence may become, which the model leaves open; None where the file is to be refused anyway."""
+    """How long the file's sequence may become, which the model leaves open.
+
+    None where the file is to be refused anyway.
+    """
     if meta.get("format") != FORMAT:
         return None
     length, most = meta.get("max_length"), model.config.max_position_embeddings
     if type(length) is not int or not 1 <= length <= most:
-        raise CacheError(
-            f"{path}: max_length is {_told('max_length', length)}, expected 1 to {most}; {_DAMAGED}"
-        )
+        what = f"max_length is {_brief('max_length', length)}, expected 1 to {most}"
+        raise CacheError(what, where=path, remedy=_DAMAGED)
     return length
 
 
 def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
     """Refuses the first field that is not the model's, then one that no cache has."""
-    found = _flat(meta)
-    for key, value in _flat(expected).items():
+    found, wanted = _flat(meta), _flat(expected)
+    for key, value in wanted.items():
         theirs = found.get(key, ...)
         if key == "fingerprint" and meta.get("length") == 0 and theirs is None:
             continue
         if type(theirs) is not type(value) or theirs != value:
-            remedy = _REMEDIES.get(key, _REMEDY)
-            raise CacheError(
-                f"{path}: {key} is {_told(key, theirs)}, expected {_told(key, value)} as the model's; {remedy}"
-            )
-    rest = {"length": int, "batch": int, "use_kv_cache": bool, "guarded": bool, "sha256": str}
-    for key in sorted(set(found) ^ {*_flat(expected), *rest}):
-        raise CacheError(
-            f"{path}: {key} is {'not known' if key in found else 'missing'}, expected the fields of {FORMAT}; {_DAMAGED}"
-        )
-    for key, kind in rest.items():
+            what = f"{key} is {_brief(key, theirs)}, expected {_brief(key, value)} as the model's"
+            raise CacheError(what, where=path, remedy=_REMEDIES.get(key, _REMEDY))
+    for key in sorted(set(found) ^ {*wanted, *_OF_ROWS}):
+        how = "not known" if key in found else "missing"
+        what = f"{key} is {how}, expected the fields of {FORMAT}"
+        raise CacheError(what, where=path, remedy=_DAMAGED)
+    for key, kind in _OF_ROWS.items():
         if type(meta[key]) is not kind:
-            raise CacheError(
-                f"{path}: {key} is {meta[key]!r:.120}, expected {kind.__name__}; {_DAMAGED}"
-            )
+            what = f"{key} is {meta[key]!r:.120}, expected {kind.__name__}"
+            raise CacheError(what, where=path, remedy=_DAMAGED)
     length, batch, most = meta["length"], meta["batch"], expected["max_length"]
     if not 0 <= length <= most or (batch < 1 if length else batch != 0):
-        sizes = f"length is {length} and batch {batch}"
-        raise CacheError(
-            f"{path}: {sizes}, expected 0 to {most} tokens and a batch where there are any; {_DAMAGED}"
-        )
+        expects = f"expected 0 to {most} tokens and a batch where there are any"
+        what = f"length is {length} and batch {batch}, {expects}"
+        raise CacheError(what, where=path, remedy=_DAMAGED)
 
 
 def _read_layers(
     file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path
 ) -> tuple[Layer, ...]:
     """The rows, which must be all that the file holds and have the digest that it names."""
-    header, (shape, size) = _header(meta), _sizes(meta)
-    whole = len(header) + 2 * len(cache.layers) * size
-    found = file.seek(0, 2)
-    if found != whole:
-        raise CacheError(
-            f"{path}: has {found} bytes, expected {whole} for {meta['length']} tokens; {_DAMAGED}"
-        )
-    file.seek(0)
-    if file.read(len(header)) != header:
-        sizes = f"length {meta['length']} and batch {meta['batch']}"
-        raise CacheError(
-            f"{path}: its table of rows is another than {sizes} make, expected that one; {_DAMAGED}"
-        )
+    _check_header(file, meta, len(cache.layers), path)
+    shape, size = _sizes(meta)
     claimed = meta.pop("sha256")
     digest, layers = _digest(meta), [Layer()] * len(cache.layers)
     for i in range(len(layers) if size else 0):
@@ -241,22 +220,32 @@ def _read_layers(
         digest.update(keys)
         digest.update(values)
         # As a call appends them: buffers of another shape could take another way through a product.
-        layers[i] = layers[i].append(
-            _array(keys, cache.dtype, shape), _array(values, cache.dtype, shape)
-        )
+        rows = _array(keys, cache.dtype, shape), _array(values, cache.dtype, shape)
+        layers[i] = layers[i].append(*rows)
         mx.eval(layers[i].buffers)
     if digest.hexdigest() != claimed:
-        raise CacheError(
-            f"{path}: sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says; it was changed: {_DAMAGED}"
-        )
+        what = f"sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says"
+        raise CacheError(what, where=path, remedy=f"it was changed: {_DAMAGED}")
     for i, layer in enumerate(layers):
-        if layer.buffers is not None and not all(
-            mx.all(mx.isfinite(b)).item() for b in layer.buffers
-        ):
-            raise CacheError(
-                f"{path}: layer {i} holds nan or inf, expected finite {meta['dtype']} rows; fill a new cache"
-            )
+        if not all(mx.all(mx.isfinite(rows)).item() for rows in layer.buffers or ()):
+            what = f"layer {i} holds nan or inf, expected finite {meta['dtype']} rows"
+            raise CacheError(what, where=path, remedy="fill a new cache")
     return tuple(layers)
+
+
+def _check_header(file: BinaryIO, meta: Mapping[str, Any], layers: int, path: Path) -> None:
+    """Refuses a file of another size or header than its metadata make; leaves it at the rows."""
+    header = _header(meta)
+    whole = len(header) + 2 * layers * _sizes(meta)[1]
+    found = file.seek(0, 2)
+    if found != whole:
+        what = f"has {found} bytes, expected {whole} for {meta['length']} tokens"
+        raise CacheError(what, where=path, remedy=_DAMAGED)
+    file.seek(0)
+    if file.read(len(header)) != header:
+        sizes = f"length {meta['length']} and batch {meta['batch']}"
+        what = f"its table of rows is another than {sizes} make, expected that one"
+        raise CacheError(what, where=path, remedy=_DAMAGED)
 
 
 def _digest(meta: Mapping[str, Any]) -> Any:
@@ -272,29 +261,20 @@ def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
     return mx.array(np.frombuffer(data, _BITS[dtype.size][0]).reshape(shape)).view(dtype)
 
 
-def _device(dtype: mx.Dtype) -> AbstractContextManager[None]:
-    # MLX has float64 on the CPU only.
-    device: AbstractContextManager[None] = mx.stream(
-        mx.cpu if dtype == mx.float64 else mx.default_device()
-    )
-    return device
-
-
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
     found: dict[str, Any] = {}
     for key, entry in value.items():
-        found |= (
-            _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
-        )
+        nested = isinstance(entry, Mapping)
+        found |= _flat(entry, f"{prefix}{key}.") if nested else {prefix + key: entry}
     return found
 
 
-def _told(key: str, value: Any) -> str:
+def _brief(key: str, value: Any) -> str:
     if value is ...:
         return "missing"
     if isinstance(value, str) and key in ("fingerprint", "rope_tables"):
-        return shown(value)
+        return short(value)
     return f"{value!r:.120}"
 
 

@@ -1,12 +1,22 @@
 """Llama on MLX, with the cache outside the model.
 
-Axes: B batch, L new tokens in this call, S tokens the cache holds after it, H query heads, K key/value heads,
-D head_dim, E hidden, V vocabulary.
+Axes, by the same letters everywhere in `mlxkv.port`:
+
+    B  batch                          H  query heads
+    L  new tokens in this call        K  key/value heads
+    S  tokens that the cache holds    D  head_dim
+       after this call                E  hidden_size
+    V  vocabulary
+
+The architecture is Llama's (arXiv:2302.13971): RMSNorm before each half of a block, RoPE, grouped
+queries (arXiv:2305.13245) and a SwiGLU MLP. How a call's position and mask follow from the cache is
+that of candle's `llama.rs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,15 +27,20 @@ from mlx import nn
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError
 from mlxkv.port.config.llama import LlamaConfig
+from mlxkv.port.ops import Tap
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
+
+ModelTap = Callable[[int, str, mx.array], mx.array]
+"""Given a layer, the name of a place in it, and the array there; only what it returns for `hidden`,
+the layer's output, is used: it goes on in that array's place."""
 
 QUERIES = 256
 """Queries whose scores are held at once."""
 
 
 class RMSNorm(nn.Module):
-    """Scales a row to a root mean square of 1, times a weight (E,)."""
+    """Divides a row by its root mean square and multiplies by a weight (E,); arXiv:1910.07467."""
 
     def __init__(self, dims: int, eps: float) -> None:
         super().__init__()
@@ -38,7 +53,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose keys and values live in the cache; in float32 whatever the weights' dtype."""
+    """Causal self-attention whose keys and values live in the cache.
+
+    It computes in float32 whatever the weights' dtype, and in float64 where they are float64.
+    """
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -53,36 +71,47 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.n_heads * self.head_dim, E, bias=bias)
 
-    def __call__(self, x: mx.array, cache: Cache, start: int) -> mx.array:
+    def __call__(self, x: mx.array, cache: Cache, start: int, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]; appends to this layer of the cache."""
         B, L, _ = x.shape
-        queries = self._heads(self.q_proj(x), self.n_heads)  # [B, H, L, D]
+        H = self.n_heads
+        queries = self._heads(self.q_proj(x), H)  # [B, H, L, D]
         keys = self._heads(self.k_proj(x), self.n_kv_heads)  # [B, K, L, D]
         values = self._heads(self.v_proj(x), self.n_kv_heads)
-        # Both at once: decoding is made of small operations, and this saves six a layer.
-        turned = rotate(
-            mx.concatenate([queries, keys], axis=1), *cache.rotation(start, L)
-        )  # [B, H + K, L, D]
-        queries, keys = turned[:, : self.n_heads], turned[:, self.n_heads :]
-        keys, values = cache.extend(self.layer, keys, values)  # [B, K, S, D]
-        hidden = fitting(cache.mask(L, start), (B, self.n_heads, L, keys.shape[2]))
-        out = self._attend(queries, keys, values, hidden)
-        return self.o_proj(out.swapaxes(1, 2).reshape(B, L, -1))  # [B, L, E]
+        # Queries and keys are rotated together: decoding is bound by the number of small kernels,
+        # and this saves six per layer.
+        both = mx.concatenate([queries, keys], axis=1)
+        turned = rotate(both, *cache.rotation(start, L))  # [B, H + K, L, D]
+        held = cache.extend(self.layer, turned[:, H:], values)  # twice [B, K, S, D]
+        hidden = fitting(cache.mask(L, start), (B, H, L, held[0].shape[2]))
+        mixed = self._attend(turned[:, :H], *held, hidden, tap)
+        mixed = mixed.swapaxes(1, 2).reshape(B, L, -1)  # [B, L, H * D]
+        out = self.o_proj(mixed)
+        if tap is not None:
+            ops.show(tap, input_norm=x, q=queries, k=keys, v=values)
+            ops.show(tap, q_rope=turned[:, :H], k_rope=turned[:, H:], attention=mixed, o_proj=out)
+        return out
 
     def _heads(self, x: mx.array, n: int) -> mx.array:
         B, L, _ = x.shape
         return x.reshape(B, L, n, self.head_dim).swapaxes(1, 2)
 
     def _attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, hidden: mx.array | None
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        hidden: mx.array | None,
+        tap: Tap | None,
     ) -> mx.array:
         dtype = ops.accurate(queries.dtype)
         wide = queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
-        return blockwise(*wide, scale=self.scale, hidden=hidden).astype(queries.dtype)
+        out = blockwise(*wide, scale=self.scale, hidden=hidden, tap=tap)
+        return out.astype(queries.dtype)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)), known as SwiGLU (arXiv:2002.05202)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -91,9 +120,14 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(E, inner, bias=bias)
         self.down_proj = nn.Linear(inner, E, bias=bias)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
-        return self.down_proj(ops.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        activation = ops.silu(gate) * up
+        out = self.down_proj(activation)
+        if tap is not None:
+            ops.show(tap, post_norm=x, gate=gate, up=up, activation=activation, down=out)
+        return out
 
 
 class Block(nn.Module):
@@ -106,17 +140,17 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x: mx.array, cache: Cache, start: int) -> mx.array:
+    def __call__(self, x: mx.array, cache: Cache, start: int, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
-        x = x + self.self_attn(self.input_layernorm(x), cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), cache, start, tap)
+        return x + self.mlp(self.post_attention_layernorm(x), tap)
 
 
 class Llama(nn.Module):
     """A Llama whose state lives in the `Cache` given to each call.
 
-    `fingerprint` names the weights, as `load` took them from a checkpoint; None for those that came in another way.
-    Weights changed by hand afterwards keep the name.
+    `fingerprint` names the weights that `load` took from a checkpoint; None for weights that came
+    in another way. Weights that are changed by hand afterwards keep the name.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -142,36 +176,38 @@ class Llama(nn.Module):
         cache: Cache,
         index_pos: int | None = None,
         all_positions: bool = False,
+        tap: ModelTap | None = None,
     ) -> mx.array:
-        """Logits of the last position (B, V), or of all (B, L, V); float32, or float64 where the weights are.
+        """Logits of the last position (B, V), or of all positions (B, L, V).
 
-        `tokens` (B, L) are ids; `index_pos` is the position of the first of them, left to the cache when None. Refuses
-        with a CacheError (a ValueError) and, in a guarded cache, leaves every layer as it was.
+        They are float32, or float64 where the weights are. `tokens` (B, L) are ids. `index_pos` is
+        the position of the first of them; None leaves it to the cache. `tap(layer, name, array)` is
+        shown what each layer computes, under the names of `oracle.formats.trace.TAPS`, and what
+        enters layer 0 as `embedding`; what it returns for `hidden` replaces that layer's output.
+
+        Raises CacheError, a ValueError, for a call that the cache refuses. A guarded cache is then
+        as it was before the call.
         """
         ids = self._ids(tokens)
         B, L = ids.shape
         start = cache.admit(B, L, index_pos, self)
-        before = cache.snapshot()
+        before = cache.layers
         try:
-            # MLX has float64 on the CPU only.
-            with mx.stream(mx.cpu if self.dtype == mx.float64 else mx.default_device()):
-                return self._logits(ids, cache, start, all_positions)
+            with ops.stream(self.dtype):
+                return self._logits(ids, cache, start, all_positions, tap)
         except BaseException:
             if cache.guarded:
                 cache.restore(before)
             raise
 
     def _ids(self, tokens: Tokens) -> npt.NDArray[np.int32]:
+        expected = "tokens: expected whole numbers of shape (B, L)"
         try:
             ids = np.array(tokens)
         except ValueError as error:
-            raise CacheError(
-                "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers"
-            ) from error
+            raise CacheError(f"{expected}, got rows of unequal length or no numbers") from error
         if ids.ndim != 2 or (ids.size and ids.dtype.kind not in "iu"):
-            raise CacheError(
-                f"tokens: expected whole numbers of shape (B, L), got shape {ids.shape} {ids.dtype}"
-            )
+            raise CacheError(f"{expected}, got shape {ids.shape} {ids.dtype}")
         V = self.config.vocab_size
         if ids.size and not (ids.min() >= 0 and ids.max() < V):
             worst = ids.max() if ids.max() >= V else ids.min()
@@ -179,54 +215,75 @@ class Llama(nn.Module):
         return ids.astype(np.int32)
 
     def _logits(
-        self, ids: npt.NDArray[np.int32], cache: Cache, start: int, all_positions: bool
+        self,
+        ids: npt.NDArray[np.int32],
+        cache: Cache,
+        start: int,
+        all_positions: bool,
+        tap: ModelTap | None,
     ) -> mx.array:
         x = self.embed_tokens(mx.array(ids))  # [B, L, E]
-        for block in self.layers:
-            x = block(x, cache, start)
-        x = self.norm(
-            x if all_positions else x[:, -1]
-        )  # the other rows' logits would be thrown away
-        logits = (
-            self.embed_tokens.as_linear(x) if self.config.tie_word_embeddings else self.lm_head(x)
-        )
+        if tap is not None:
+            tap(0, "embedding", x)
+        for i, block in enumerate(self.layers):
+            x = block(x, cache, start, None if tap is None else partial(tap, i))
+            x = x if tap is None else tap(i, "hidden", x)
+        # Without all_positions the other rows' logits would be thrown away.
+        x = self.norm(x if all_positions else x[:, -1])
+        head = self.embed_tokens.as_linear if self.config.tie_word_embeddings else self.lm_head
+        logits = head(x)
         return logits.astype(ops.accurate(logits.dtype))
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """RoPE on [B, heads, L, D]: element i turns with element i + D/2 by the angles of (L, D/2) tables."""
+    """RoPE (arXiv:2104.09864) on [B, heads, L, D], with (L, D/2) tables.
+
+    Element i turns with element i + D/2, as in Hugging Face's checkpoints; the paper pairs
+    neighbours.
+    """
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def blockwise(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    hidden: mx.array | None,
+    tap: Tap | None = None,
 ) -> mx.array:
-    """`ops.attention`, QUERIES queries at a time: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+    """`ops.attention`, QUERIES queries at a time.
 
-    No query of a block sees a key after the block's last one, so that a long prompt costs little more than half the work
-    and its scores a fraction of the memory.
+    [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+
+    No query of a block sees a key after the block's last one. So a long prompt costs little more
+    than half the work, and its scores take a fraction of the memory.
     """
     L, S = queries.shape[2], keys.shape[2]
     if hidden is None or L <= QUERIES:
-        return ops.attention(queries, keys, values, scale=scale, hidden=hidden)
+        return ops.attention(queries, keys, values, scale=scale, hidden=hidden, tap=tap)
     blocks = []
     for first in range(0, L, QUERIES):
         last = min(first + QUERIES, L)
         seen = S - L + last
-        rows, columns = queries[:, :, first:last], hidden[first:last, :seen]
-        blocks.append(
-            ops.attention(rows, keys[:, :, :seen], values[:, :, :seen], scale=scale, hidden=columns)
-        )
+        given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
+        columns = hidden[first:last, :seen]
+        blocks.append(ops.attention(*given, scale=scale, hidden=columns, tap=tap))
     return mx.concatenate(blocks, axis=2)
 
 
 def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None:
-    """The mask as booleans, refused where candle's broadcast would fail; MLX would stretch an axis of 1."""
+    """The mask (L, S) as booleans, for scores of the shape [B, H, L, S]; None stays None.
+
+    Raises CacheError where candle's broadcast would fail. MLX would stretch an axis of 1 silently.
+    """
     if hidden is not None and hidden.shape != scores[2:]:
         raise CacheError(
-            f"cannot broadcast {list(hidden.shape)} to {list(scores)}: the cache holds other rows than index_pos says"
+            f"cannot broadcast {list(hidden.shape)} to {list(scores)}: "
+            "the cache holds other rows than index_pos says"
         )
     return None if hidden is None else hidden.astype(mx.bool_)
 

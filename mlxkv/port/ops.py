@@ -1,11 +1,15 @@
 """The few operations with two forms: the production one, and an exact one for float64.
 
-MLX's float64 `exp`, `sigmoid`, `softmax` and `mx.fast.*` are only as accurate as float32; its matmul, sqrt, rsqrt, tanh,
-sums and division are true. So in float64 exp and sigmoid go through tanh, and RMSNorm through rsqrt. The dtype chooses
-the form; nothing else in the model differs between the lanes.
+MLX's float64 `exp`, `sigmoid`, `softmax` and `mx.fast.*` are only as accurate as float32; its
+matmul, sqrt, rsqrt, tanh, sums and division are accurate. So in float64 exp and sigmoid go through
+tanh, and RMSNorm through rsqrt. The dtype chooses the form, and nothing else in the model depends
+on it. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 
@@ -16,11 +20,14 @@ DTYPES: dict[str, mx.Dtype] = {
     "float64": mx.float64,
 }
 
+Tap = Callable[[str, mx.array], object]
+"""Is shown the array at a named place inside a layer."""
+
 
 def dtype_of(dtype: str | mx.Dtype) -> mx.Dtype:
-    """The MLX dtype of a name, or a ValueError."""
+    """The MLX dtype of a name; ValueError for one that the port does not run in."""
     if isinstance(dtype, mx.Dtype):
-        dtype = str(dtype).removeprefix("mlx.core.")
+        dtype = name_of(dtype)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
@@ -32,12 +39,29 @@ def name_of(dtype: mx.Dtype) -> str:
 
 
 def accurate(dtype: mx.Dtype) -> mx.Dtype:
-    """The dtype in which attention runs and logits are returned: float64 in the algebra lane, else float32."""
+    """The dtype of attention and of the logits: float64 for float64 weights, else float32."""
     return mx.float64 if dtype == mx.float64 else mx.float32
 
 
+def stream(dtype: mx.Dtype) -> AbstractContextManager[None]:
+    """Where arrays of this dtype are computed: MLX has float64 on the CPU only."""
+    where: AbstractContextManager[None] = mx.stream(
+        mx.cpu if dtype == mx.float64 else mx.default_device()
+    )
+    return where
+
+
+def show(tap: Tap, **arrays: mx.array) -> None:
+    """Calls a tap with each array under its name."""
+    for name, array in arrays.items():
+        tap(name, array)
+
+
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; half precision accumulates in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467).
+
+    Half precision accumulates in float32.
+    """
     if x.dtype != mx.float64:
         return mx.fast.rms_norm(x, weight, eps)
     return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + mx.array(eps, mx.float64)) * weight
@@ -51,11 +75,21 @@ def silu(x: mx.array) -> mx.array:
 
 
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, hidden: mx.array | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    hidden: mx.array | None,
+    tap: Tap | None = None,
 ) -> mx.array:
-    """softmax(queries @ keys^T * scale) @ values: [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+    """softmax(queries @ keys^T * scale) @ values.
 
-    `hidden` (L, S) is true where a query may not see a key. Query head h reads KV head h // (H / K).
+    [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
+
+    `hidden` (L, S) is true where a query may not see a key. Query head h reads KV head
+    h // (H / K). `tap` is shown the masked `scores` [B, K, H/K, L, S], which only the exact form
+    has.
     """
     if queries.dtype != mx.float64:
         visible = None if hidden is None else mx.logical_not(hidden)
@@ -68,12 +102,15 @@ def attention(
     scores = (grouped * scale) @ keys[:, :, None].swapaxes(-1, -2)  # [B, K, H/K, L, S]
     if hidden is not None:
         scores = mx.where(hidden, -mx.inf, scores)
+    if tap is not None:
+        tap("scores", scores)
     return (_softmax(scores) @ values[:, :, None]).reshape(B, H, L, D)
 
 
 def _softmax(scores: mx.array) -> mx.array:
     half = 0.5 * (scores - mx.max(scores, axis=-1, keepdims=True))
     t = mx.tanh(half)
-    # exp(x) = (1 + tanh(x/2)) / (1 - tanh(x/2)); x <= 0 here, so the error stays below one ulp of the largest term.
+    # exp(x) = (1 + tanh(x/2)) / (1 - tanh(x/2)). Here x <= 0, so the error stays below one ulp of
+    # the largest term.
     weights = (1.0 + t) / (1.0 - t)
     return weights / mx.sum(weights, axis=-1, keepdims=True)

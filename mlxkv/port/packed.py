@@ -1,6 +1,7 @@
-"""MLX's packed weights in the port: modules that multiply with them as they are, and what they unpack to in float64.
+"""MLX's packed weights in the port: modules that multiply with them as they are.
 
-`mx.quantized_matmul` has no float64, so the algebra lane runs on unpacked weights and covers everything but it.
+`mx.quantized_matmul` has no float64, so float64 runs use unpacked weights and cover everything but
+that product. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ if TYPE_CHECKING:
 
 
 class Packed(nn.Module):
-    """A weight (out, in) that is q * scale + bias of its group: `weight` holds the words of q."""
+    """A weight (out, in) that is q * scale + bias of its group; `weight` holds the words of q."""
 
     def __init__(self, *, bits: int, group_size: int) -> None:
         super().__init__()
         self.bits, self.group_size = bits, group_size
-        self.weight, self.scales, self.biases = (
-            mx.zeros((0,), mx.uint32),
-            mx.zeros((0,)),
-            mx.zeros((0,)),
-        )
+        self.weight = mx.zeros((0,), mx.uint32)
+        self.scales, self.biases = mx.zeros((0,)), mx.zeros((0,))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """x [..., in] times its transpose -> [..., out]; of an embedding a tied head."""
+        """x [..., in] times the weight's transpose -> [..., out]; an embedding's tied head."""
         return product(
             x, self.weight, self.scales, self.biases, bits=self.bits, group_size=self.group_size
         )
@@ -63,7 +61,8 @@ def product(
     x: mx.array, words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int
 ) -> mx.array:
     """x [..., in] times the transpose of a packed weight (out, in) -> [..., out] in x's dtype."""
-    # MLX's CPU kernel adds up in x's own dtype: in bfloat16 576 products are off by 2.7e-2, 1536 by 4.4e-2; rounded once, 1.7e-3.
+    # MLX's CPU kernel adds up in x's own dtype: in bfloat16 576 products are off by 2.7e-2 and 1536
+    # by 4.4e-2; rounded once, by 1.7e-3.
     wide = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else x.dtype
     scales, biases = scales.astype(wide), biases.astype(wide)
     return mx.quantized_matmul(
@@ -72,27 +71,27 @@ def product(
 
 
 def install(model: Llama, checkpoint: Checkpoint) -> None:
-    """Puts packed modules, whose weights are still to be loaded, in the place of those whose weights the checkpoint packs."""
+    """Puts packed modules, still without their weights, where the checkpoint packs a weight."""
     found: list[tuple[str, nn.Module]] = []
     for name, packed in checkpoint.packed.items():
         path = name.removesuffix(".weight")
-        kind = PackedEmbedding if path == "model.embed_tokens" else PackedLinear
-        bias = {"bias": True} if f"{path}.bias" in checkpoint.tensors else {}
-        found.append(
-            (
-                path.removeprefix("model."),
-                kind(bits=packed.bits, group_size=packed.group_size, **bias),
-            )
-        )
+        module: Packed
+        if path == "model.embed_tokens":
+            module = PackedEmbedding(bits=packed.bits, group_size=packed.group_size)
+        else:
+            bias = f"{path}.bias" in checkpoint.tensors
+            module = PackedLinear(bits=packed.bits, group_size=packed.group_size, bias=bias)
+        found.append((path.removeprefix("model."), module))
     model.update_modules(tree_unflatten(found))
 
 
 def unpacked(
     words: mx.array, scales: mx.array, biases: mx.array, *, bits: int, group_size: int
 ) -> mx.array:
-    """uint32 (out, in * bits / 32), float64 scales and biases (out, in / group_size) -> float64 (out, in), on the CPU.
+    """The float64 weight (out, in) of packed parts, on the CPU.
 
-    MLX reads the whole numbers, in float32, which holds them all; the affine part is written here.
+    `words` are uint32 (out, in * bits / 32), scales and biases float64 (out, in / group_size). MLX
+    reads the whole numbers, in float32, which holds them all; the affine part is computed here.
     """
     ones, zeros = mx.ones(scales.shape, mx.float32), mx.zeros(scales.shape, mx.float32)
     numbers = mx.dequantize(words, ones, zeros, group_size=group_size, bits=bits).astype(mx.float64)

@@ -1,23 +1,24 @@
-"""A checkpoint's safetensors -> a Llama's parameters, strict both ways: no tensor missing, none left over."""
+"""A checkpoint's safetensors -> a Llama's parameters: no tensor missing, none left over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_map, tree_unflatten
 
+from mlxkv.port import ops
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
-from mlxkv.port.ops import dtype_of, name_of
 from mlxkv.port.packed import install, unpacked
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, resolve
 
 STORED = ("F32", "F16", "BF16")
-"""What MLX reads as floats; it reads no F64. Integers are weights only where the checkpoint says how they are packed."""
+"""What MLX reads as floats; it reads no F64. Integers are weights only where the checkpoint says
+how they are packed."""
 
 
 def load(
@@ -29,8 +30,10 @@ def load(
 ) -> Llama:
     """A Llama from a folder, a GGUF file, a hub id, or (None) the default model.
 
-    `rounded_to` rounds the stored weights to that dtype first: a float64 run judges the arithmetic of a float16 one only
-    if both compute with the same weights. `ignore_keys` are unknown keys of config.json that are known to change nothing.
+    `rounded_to` rounds the stored weights to that dtype first: a float64 run judges the arithmetic
+    of a float16 one only if both compute with the same weights. `ignore_keys` are unknown keys of
+    config.json that are known to change nothing. Raises Refusal, a ValueError, for a model that
+    cannot be had or followed exactly; its subclass ConfigError where config.json is the reason.
     """
     checkpoint = resolve(None if path is None else str(path), ignore_keys=ignore_keys)
     return from_checkpoint(checkpoint, dtype, rounded_to=rounded_to)
@@ -39,23 +42,24 @@ def load(
 def from_checkpoint(
     checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None
 ) -> Llama:
-    """A Llama from a checkpoint that has been resolved already; packed weights stay packed, but in float64."""
+    """A Llama from a resolved checkpoint; packed weights stay packed, except in float64."""
     config = LlamaConfig.of(checkpoint)
     expected = _shapes(config)
-    names = _names(checkpoint, expected, tied=config.tie_word_embeddings)
+    _check(checkpoint, expected, tied=config.tie_word_embeddings)
     model = Llama(config)
-    target, first = dtype_of(dtype), dtype_of(rounded_to or dtype)
+    target, first = ops.dtype_of(dtype), ops.dtype_of(rounded_to or dtype)
     if target != mx.float64:
         install(model, checkpoint)
-    # Shapes are all that is wanted of the random weights; without this they would be made beside the real ones.
+    # Of the random weights only the shapes were wanted; without this they would be made beside the
+    # real ones.
     model.update(tree_map(lambda _: mx.zeros((0,)), model.parameters()))
     stored = _Stored(checkpoint, first)
     if config.tie_word_embeddings:
         stored.check_tied()
-    for name in sorted(names, key=lambda n: checkpoint.tensors[n].file):
-        with mx.stream(mx.cpu if target == mx.float64 else mx.default_device()):
+    for name in sorted(expected, key=lambda n: checkpoint.tensors[n].file):
+        with ops.stream(target):
             arrays = stored.whole(name) if target == mx.float64 else stored.parts(name)
-            # One at a time: a float64 copy beside its float32 source, of every tensor at once, would not fit.
+            # One at a time: float64 copies beside all their float32 sources would not fit.
             made = {n: a if a.dtype == mx.uint32 else a.astype(target) for n, a in arrays.items()}
             mx.eval(made)
         model.update(tree_unflatten([(n.removeprefix("model."), a) for n, a in made.items()]))
@@ -66,29 +70,33 @@ def from_checkpoint(
 
 
 class _Stored:
-    """A checkpoint's tensors, read when asked for and then let go, floats rounded to a dtype and known to be finite."""
+    """A checkpoint's tensors, each read once, when asked for, and then let go.
+
+    Floats are rounded to a dtype and refused where they are not finite in it.
+    """
 
     def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
         self._arrays: dict[str, mx.array] = {}
-        # MLX reads an array of a file when it is evaluated, so this reads headers only. A packed weight may lie in several files.
+        # MLX reads an array of a file when it is evaluated, so this reads headers only. The parts
+        # of a packed weight may lie in several files.
         for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
             self._arrays |= mx.load(str(file))  # type: ignore[arg-type]
 
     def check_tied(self) -> None:
-        """A tied head may be stored once more, but then it is the embedding; which of two would count differs by engine."""
+        """Refuses a stored head that differs from the embedding that it is tied to.
+
+        Which of the two would count differs by engine.
+        """
         for part in ("weight", "scales", "biases"):
-            head, embedding = (
-                self._arrays.get(f"{module}.{part}") for module in ("lm_head", "model.embed_tokens")
-            )
-            if head is not None and (
-                embedding is None
-                or head.dtype != embedding.dtype
-                or not mx.array_equal(head, embedding).item()
-            ):
-                where, name = self.checkpoint.folder, f"lm_head.{part}"
+            head = self._arrays.get(f"lm_head.{part}")
+            embedding = self._arrays.get(f"model.embed_tokens.{part}")
+            if head is not None and not _equal(head, embedding):
                 raise Refusal(
-                    f"{where}: {name} differs from model.embed_tokens.{part} though tie_word_embeddings is true; correct config.json"
+                    f"lm_head.{part} differs from model.embed_tokens.{part} "
+                    "though tie_word_embeddings is true",
+                    where=self.checkpoint.folder,
+                    remedy="correct config.json",
                 )
 
     def parts(self, name: str) -> dict[str, mx.array]:
@@ -96,9 +104,8 @@ class _Stored:
         packed = self.checkpoint.packed.get(name)
         if packed is None:
             return {name: self._rounded(name)}
-        return {name: self._arrays.pop(name)} | {
-            part: self._rounded(part) for part in (packed.scales, packed.biases)
-        }
+        affine = {part: self._rounded(part) for part in (packed.scales, packed.biases)}
+        return {name: self._arrays.pop(name)} | affine
 
     def whole(self, name: str) -> dict[str, mx.array]:
         """A weight unpacked in float64, or as it is stored."""
@@ -106,24 +113,28 @@ class _Stored:
         if packed is None:
             return parts
         scales, biases = (parts[part].astype(mx.float64) for part in (packed.scales, packed.biases))
-        return {
-            name: unpacked(
-                parts[name], scales, biases, bits=packed.bits, group_size=packed.group_size
-            )
-        }
+        sizes = {"bits": packed.bits, "group_size": packed.group_size}
+        return {name: unpacked(parts[name], scales, biases, **sizes)}
 
     def _rounded(self, name: str) -> mx.array:
         rounded = self._arrays.pop(name).astype(self.dtype)
         if not mx.isfinite(rounded).all().item():
-            file, dtype = self.checkpoint.tensors[name].file, name_of(self.dtype)
-            raise Refusal(
-                f"{file}: {name} holds NaN or infinity in {dtype}, expected finite weights; check the file"
-            )
+            what = f"{name} holds NaN or infinity in {ops.name_of(self.dtype)}"
+            file = self.checkpoint.tensors[name].file
+            raise Refusal(f"{what}, expected finite weights", where=file, remedy="check the file")
         return rounded
 
 
+def _equal(a: mx.array, b: mx.array | None) -> bool:
+    return b is not None and a.dtype == b.dtype and bool(mx.array_equal(a, b).item())
+
+
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape; from one layer, so that a config that does not fit its weights costs nothing."""
+    """Every parameter's shape, by name.
+
+    They are those of a model of one layer, so that a config that does not fit its weights costs
+    nothing.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for name, array in parameters(Llama(replace(config, num_hidden_layers=1))).items():
         layers = config.num_hidden_layers if name.startswith("model.layers.0.") else 1
@@ -131,32 +142,28 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _names(
-    checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], *, tied: bool
-) -> list[str]:
+def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+    """Refuses a tensor that is missing, left over, of another shape, or of a dtype MLX lacks."""
+    where = checkpoint.folder
+    # Old checkpoints keep RoPE's frequencies; a tied head may be stored once more.
     found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
-    if tied:
-        found.discard("lm_head.weight")
-    for name in sorted(set(expected) - found):
-        raise Refusal(
-            f"{checkpoint.folder}: tensor {name} is missing ({len(set(expected) - found)} in all); the weights do not fit config.json"
-        )
-    for name in sorted(found - set(expected)):
-        raise Refusal(
-            f"{checkpoint.folder}: tensor {name} is not part of this Llama ({len(found - set(expected))} such); see config.json"
-        )
+    found -= {"lm_head.weight"} if tied else set()
+    missing, more = sorted(set(expected) - found), sorted(found - set(expected))
+    if missing:
+        what = f"tensor {missing[0]} is missing ({len(missing)} in all)"
+        raise Refusal(what, where=where, remedy="the weights do not fit config.json")
+    if more:
+        what = f"tensor {more[0]} is not part of this Llama ({len(more)} such)"
+        raise Refusal(what, where=where, remedy="see config.json")
     for name, shape in expected.items():
         found_shape, stored = checkpoint.weights[name], checkpoint.tensors[name].dtype
         if found_shape != shape:
-            how = " unpacked" if name in checkpoint.packed else ""
-            raise Refusal(
-                f"{checkpoint.folder}: {name} has shape {list(found_shape)}{how}, expected {list(shape)} by config.json"
-            )
+            how = f"{list(found_shape)}{' unpacked' if name in checkpoint.packed else ''}"
+            what = f"{name} has shape {how}, expected {list(shape)} by config.json"
+            raise Refusal(what, where=where)
         if stored not in STORED and name not in checkpoint.packed:
-            raise Refusal(
-                f"{checkpoint.folder}: {name} is stored as {stored}, expected one of {', '.join(STORED)}; convert it first"
-            )
-    return list(expected)
+            what = f"{name} is stored as {stored}, expected one of {', '.join(STORED)}"
+            raise Refusal(what, where=where, remedy="convert it first")
 
 
 __all__ = ["ConfigError", "from_checkpoint", "load"]

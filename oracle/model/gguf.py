@@ -1,7 +1,7 @@
 """What a GGUF file holds: metadata, and tensors that are dequantised to float32 one at a time.
 
-The container is read here (the `gguf` package takes eight seconds over a vocabulary), its blocks by `gguf.quants`. This
-module knows no model.
+The container is read here (the `gguf` package takes eight seconds over a vocabulary), its blocks
+by `gguf.quants`. This module knows no model.
 """
 
 from __future__ import annotations
@@ -16,60 +16,42 @@ from typing import Any
 from oracle.formats import disk
 from oracle.formats.errors import Refusal, brief
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# The container's types of values, by number, as `struct` spells them.
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+
+_Place = tuple[tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A file's metadata, and its tensors as name -> (shape, outermost axis first; ggml type; first byte)."""
+    """A file's metadata and its tensors: name -> shape (outermost axis first), type, first byte."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], int, int]]
+    tensors: dict[str, _Place]
     data: mmap.mmap
 
 
 def read(path: Path) -> Gguf:
     """The container's metadata; the tensors' bytes are mapped and not yet read."""
+    again = "download it again"
     try:
         with disk.opened(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise Refusal(
-            f"{path}: cannot be read ({error}); check the path or download it again"
-        ) from error
+        remedy = f"check the path or {again}"
+        raise Refusal(f"cannot be read ({error})", where=path, remedy=remedy) from error
     if data[:8] == b"version ":
-        raise Refusal(
-            f"{path}: a Git LFS pointer, expected the GGUF file itself; fetch it with `git lfs pull`"
-        )
+        what = "a Git LFS pointer, expected the GGUF file itself"
+        raise Refusal(what, where=path, remedy="fetch it with `git lfs pull`")
     if data[:4] != b"GGUF":
-        raise Refusal(f"{path}: begins with {data[:4]!r}, expected b'GGUF'; download it again")
+        raise Refusal(f"begins with {data[:4]!r}, expected b'GGUF'", where=path, remedy=again)
     try:
         return Gguf(path, *_contents(_Cursor(data)), data)
-    except (
-        struct.error,
-        ValueError,
-        KeyError,
-        TypeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise Refusal(
-            f"{path}: not a whole GGUF file of {len(data)} bytes ({error}); download it again"
-        ) from error
+    except (struct.error, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
+        what = f"not a whole GGUF file of {len(data)} bytes ({e})"
+        raise Refusal(what, where=path, remedy=again) from e
 
 
 class _Cursor:
@@ -85,16 +67,14 @@ class _Cursor:
         return self.at - size
 
     def scalars(self, code: str, n: int) -> tuple[Any, ...]:
-        return struct.unpack_from(
-            f"<{n}{code}", self.data, self.skip(n * struct.calcsize("<" + code))
-        )
+        start = self.skip(n * struct.calcsize("<" + code))
+        return struct.unpack_from(f"<{n}{code}", self.data, start)
 
     def scalar(self, code: str) -> Any:
         return self.scalars(code, 1)[0]
 
     def string(self) -> str:
-        size = self.scalar("Q")
-        start = self.skip(size)
+        start = self.skip(self.scalar("Q"))
         return self.data[start : self.at].decode()
 
     def value(self, kind: int) -> Any:
@@ -103,40 +83,40 @@ class _Cursor:
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
         inner, n = self.scalar("I"), self.scalar("Q")
-        return (
-            list(self.scalars(_SCALARS[inner], n))
-            if inner in _SCALARS
-            else [self.value(inner) for _ in range(n)]
-        )
+        if inner in _SCALARS:
+            return list(self.scalars(_SCALARS[inner], n))
+        return [self.value(inner) for _ in range(n)]
 
 
-def _contents(
-    cursor: _Cursor,
-) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
+def _contents(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Place]]:
+    """The metadata and the tensors' places, as the GGUF specification of ggml lays them out."""
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise ValueError(f"version {version}, expected 2 or 3")
     n_tensors, n_values = cursor.scalars("Q", 2)
     metadata: dict[str, Any] = {}
     for _ in range(n_values):
-        name = cursor.string()
-        if name in metadata:
-            raise ValueError(f"{name} is there twice")
+        name = _new_name(cursor, metadata)
         metadata[name] = cursor.value(cursor.scalar("I"))
-    tensors = {}
+    tensors: dict[str, _Place] = {}
     for _ in range(n_tensors):
-        name = cursor.string()
+        name = _new_name(cursor, tensors)
         shape = cursor.scalars("Q", cursor.scalar("I"))[::-1]
-        if name in tensors:
-            raise ValueError(f"{name} is there twice")
-        tensors[name] = (shape, *cursor.scalars("I", 1), *cursor.scalars("Q", 1))
+        tensors[name] = (shape, cursor.scalar("I"), cursor.scalar("Q"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"general.alignment is {brief(alignment)}, expected a whole number from 1")
-    start = -(-cursor.at // alignment) * alignment
+    base = -(-cursor.at // alignment) * alignment
     return metadata, {
-        name: (shape, kind, start + offset) for name, (shape, kind, offset) in tensors.items()
+        name: (shape, kind, base + start) for name, (shape, kind, start) in tensors.items()
     }
+
+
+def _new_name(cursor: _Cursor, known: dict[str, Any]) -> str:
+    name = cursor.string()
+    if name in known:
+        raise ValueError(f"{name} is there twice")
+    return name
 
 
 def dequantised(gguf: Gguf, name: str) -> Any:
@@ -153,9 +133,9 @@ def dequantised(gguf: Gguf, name: str) -> Any:
         stored = np.frombuffer(gguf.data, np.uint8, rows * row, start).reshape(rows, row)
         return np.asarray(dequantize(stored, kind), np.float32).reshape(shape)
     except (ValueError, KeyError, OverflowError, NotImplementedError) as error:
-        raise Refusal(
-            f"{gguf.path}: {name} of type {number} cannot be read ({error}); download it again or use another type"
-        ) from error
+        what = f"{name} of type {number} cannot be read ({error})"
+        remedy = "download it again or use another type"
+        raise Refusal(what, where=gguf.path, remedy=remedy) from error
 
 
 def main_type(gguf: Gguf) -> str:

@@ -1,4 +1,4 @@
-"""A folder's safetensors without reading a weight: which tensors there are, and the hash of each.
+"""A folder's safetensors without reading a weight: which tensors there are, and where.
 
 If there is an index, it rules: files that it does not name are not looked at. Everything else must
 add up: every shard there and whole, every tensor in the one shard that the index says. Pickle files
@@ -7,19 +7,13 @@ are never opened.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oracle.formats import disk, header, strict_json
+from oracle.formats import header, strict_json
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
-
-Progress = Callable[[str, int, int], None]
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -102,94 +96,3 @@ def read_object(path: Path) -> dict[str, Any]:
         what = f"a JSON {type(value).__name__}, expected an object"
         raise Refusal(what, where=path, remedy=remedy)
     return value
-
-
-def fingerprint(found: Mapping[str, Tensor], *, cache: Path, progress: Progress) -> str:
-    """sha256 over the sorted (name, stored dtype, shape, sha256 of the bytes) of all tensors.
-
-    How they are spread over files makes no difference.
-    """
-    by_file: dict[Path, dict[str, tuple[int, int]]] = {}
-    for name, tensor in found.items():
-        by_file.setdefault(tensor.file, {})[name] = (tensor.start, tensor.stop)
-    digests = {
-        n: d
-        for file, spans in by_file.items()
-        for n, d in hashes(file, spans, cache=cache, progress=progress).items()
-    }
-    rows = [
-        [name, found[name].dtype, list(found[name].shape), digests[name]] for name in sorted(found)
-    ]
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-
-
-def hashes(
-    path: Path, spans: Mapping[str, tuple[int, int]], *, cache: Path, progress: Progress
-) -> dict[str, str]:
-    """sha256 of each span of a file, kept in `cache` while the file's stat stays the same."""
-    path = path.resolve()
-    record = cache / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    try:
-        stamp = _stamp(path)
-        known = _recalled(record, stamp, spans)
-        if known is not None:
-            return known
-        started = time.time_ns()
-        found = _hashed(path, spans, progress)
-        settled = disk.settled(stamp["mtime_ns"], started) and _stamp(path) == stamp
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        remedy = "check the file or download it again"
-        raise Refusal(why, where=path, remedy=remedy) from error
-    if settled:
-        disk.write_text(record, json.dumps(stamp | {"hashes": found}, indent=1))
-    return found
-
-
-def _stamp(path: Path) -> dict[str, Any]:
-    stat = path.stat()
-    return {
-        "path": str(path),
-        "size": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-        "inode": stat.st_ino,
-    }
-
-
-def _recalled(
-    record: Path, stamp: dict[str, Any], spans: Mapping[str, tuple[int, int]]
-) -> dict[str, str] | None:
-    """What was kept; None if it is missing, damaged or of another file, to be made again."""
-    try:
-        value = strict_json.decode(disk.read_bytes(record))
-        found: dict[str, str] = value.pop("hashes")
-        good = (
-            value == stamp
-            and set(found) == set(spans)
-            and all(len(bytes.fromhex(digest)) == 32 for digest in found.values())
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return found if good else None
-
-
-def _hashed(path: Path, spans: Mapping[str, tuple[int, int]], progress: Progress) -> dict[str, str]:
-    found = {}
-    buffer = memoryview(bytearray(2**20))
-    total, done = sum(stop - start for start, stop in spans.values()), 0
-    with disk.opened(path) as file:
-        for name, (start, stop) in spans.items():
-            digest = hashlib.sha256()
-            file.seek(start)
-            left = stop - start
-            while left:
-                n = file.readinto(buffer[: min(left, len(buffer))])
-                if not n:
-                    what = f"ends within {name}, expected {left} bytes more"
-                    raise Refusal(what, where=path, remedy="it was changed while being read")
-                digest.update(buffer[:n])
-                left -= n
-            found[name] = digest.hexdigest()
-            done += stop - start
-            progress(f"hashing {path.name}", done, total)
-    return found

@@ -1,7 +1,7 @@
-"""Text -> token ids -> text, with the checkpoint's own tokenizer.json; and the check of ids that people give.
+"""Text -> token ids -> text, with the checkpoint's own tokenizer.json, and the check of given ids.
 
-A prompt is tokenised once and both engines get the same ids. Nothing is repaired: a doubled beginning-of-text token is
-said, in `warning`, and stays.
+A prompt is tokenised once and both engines get the same ids. Nothing is repaired: if a text begins
+with the token that the tokenizer adds, `warning` says so and both are kept.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oracle.formats import disk
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     import tokenizers
 
 
 class Tokenizer:
-    """A folder's tokenizer. `warning` is one line about the text encoded last, or None; the caller shows it."""
+    """A folder's tokenizer. `warning` is a line on the last encoded text, to be shown, or None."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         # A file may ask for either, and a prompt would be cut or filled up without a word.
@@ -33,14 +33,12 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise Refusal(
-                f"prompt: not text ({error.reason} at place {error.start}), expected Unicode; check its encoding"
-            ) from error
+            what = f"not text ({error.reason} at place {error.start}), expected Unicode"
+            raise Refusal(what, where="prompt", remedy="check its encoding") from error
         bare = list(self._inner.encode(text, add_special_tokens=False).ids)
         if not bare:
-            raise Refusal(
-                f"prompt: {'no tokens' if text else 'empty'}, expected text of one token or more; give some text or token ids"
-            )
+            what = f"{'no tokens' if text else 'empty'}, expected text of one token or more"
+            raise Refusal(what, where="prompt", remedy="give some text or token ids")
         ids = list(self._inner.encode(text).ids)
         self.warning = self._doubled(ids, bare)
         return ids
@@ -50,37 +48,34 @@ class Tokenizer:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def token_text(self, id: int) -> str:
-        """One token's text within a sentence, as it is; of a part of a character its bytes, as in <f0 9f>."""
+        """One token's text as it is within a sentence; part of a character as bytes: <f0 9f>."""
         spelling = self._inner.id_to_token(id)
         if spelling is None:
             return f"<{id}>"
-        # Some decoders drop the space before a sentence's first word: the second of two alike keeps it.
+        # Some decoders drop the space before a sentence's first word: the second of two keeps it.
         first, both = self.decode([id]), self.decode([id, id])
         text = both[len(first) :] if both.startswith(first) else first
         return _bytes(spelling) if not text or "\ufffd" in text else text
 
     def _doubled(self, ids: list[int], bare: list[int]) -> str | None:
-        if ids[0] == bare[0] and ids[1 : 1 + len(bare)] == bare:
-            spelling = self._inner.id_to_token(ids[0])
-            return f"prompt: begins with {spelling} twice (the text has it and the tokenizer adds it); both are kept"
-        return None
+        if ids[0] != bare[0] or ids[1 : 1 + len(bare)] != bare:
+            return None
+        twice = f"begins with {self._inner.id_to_token(ids[0])} twice"
+        return f"prompt: {twice} (the text has it and the tokenizer adds it); both are kept"
 
 
 def _bytes(spelling: str) -> str:
-    """The bytes that a byte-level vocabulary spells with stand-in characters; another spelling as it is."""
+    """The bytes that GPT-2's byte-level vocabulary spells so; another spelling as it is."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-    found = [byte_of.get(c) for c in spelling]
-    return (
-        spelling
-        if None in found or not found
-        else f"<{bytes(b for b in found if b is not None).hex(' ')}>"
-    )
+    if not spelling or not set(spelling) <= set(byte_of):
+        return spelling
+    return f"<{bytes(byte_of[c] for c in spelling).hex(' ')}>"
 
 
 def load(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a folder, or None where it has no tokenizer.json: token ids can still be given."""
+    """The tokenizer of a folder; None without a tokenizer.json, so that only ids can be given."""
     path = folder / "tokenizer.json"
     if not os.path.exists(path):
         return None
@@ -89,22 +84,20 @@ def load(folder: Path) -> Tokenizer | None:
     try:
         return Tokenizer(tokenizers.Tokenizer.from_buffer(disk.read_bytes(path)))
     except Exception as error:  # the library raises no narrower class
-        why = " ".join(str(error).split())[:160]
-        raise Refusal(
-            f"{path}: not a tokenizer ({why}), expected what `tokenizers` writes; download it again or give token ids"
-        ) from error
+        what = f"not a tokenizer ({one_line(error)}), expected what `tokenizers` writes"
+        raise Refusal(what, where=path, remedy="download it again or give token ids") from error
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_positions: int) -> None:
     """Refuses ids that the model has no row or no position for."""
     if not ids:
-        raise Refusal("tokens: none, expected one id or more; give some text or token ids")
+        what = "none, expected one id or more"
+        raise Refusal(what, where="tokens", remedy="give some text or token ids")
     for place, id in enumerate(ids):
         if type(id) is not int or not 0 <= id < vocab_size:
-            raise Refusal(
-                f"tokens: id {id!r} at place {place}, expected 0 to {vocab_size - 1}; take ids of this model's vocabulary"
-            )
+            what = f"id {id!r} at place {place}, expected 0 to {vocab_size - 1}"
+            raise Refusal(what, where="tokens", remedy="take ids of this model's vocabulary")
     if len(ids) > max_positions:
-        raise Refusal(
-            f"tokens: {len(ids)} of them, expected at most {max_positions} (max_position_embeddings); shorten the prompt"
-        )
+        most = f"{max_positions} (max_position_embeddings)"
+        what = f"{len(ids)} of them, expected at most {most}"
+        raise Refusal(what, where="tokens", remedy="shorten the prompt")

@@ -1,12 +1,14 @@
-"""Where no truth is written out: the mean of transformers' own runs, in its place and under its own name.
+"""The mean of transformers' own runs, in the truth's place where no truth is written out.
 
-The mean of the pool's bitwise distinct members, in float64. What all of them get wrong together it does not show; how far it
-is from transformers' float64 form says how much of their rounding they share. numpy only, a block of positions at a time.
+It is the mean of the pool's bitwise distinct members, in float64. It does not show what all of them
+get wrong together; how far it is from transformers' float64 form says how much of their rounding
+they share. numpy only, a block of positions at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,27 @@ from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
-from oracle.pool import errors as floors
+from oracle.pool import errors
 
 ENGINE = "transformers' mean"
-# Of the largest |logit| of the mean, rms. `members_apart`: a member that computes something else, such as a cache that loses
-# a row, makes this pool's noise no measure. `mean_double`: transformers' float64 form against the mean; it is what a pool that
-# is noisier than its dtype fails by. In float32 18 random architectures read 7.0e-8 to 1.1e-6 (one with very sharp attention
-# 2.4e-6), and 5.5e-8 to 9.3e-7. In half precision both may be as coarse as the judge allows a noise floor to be.
+# Limits, rms, in units of the mean's largest |logit|. `members_apart`: a member that computes
+# something else, such as a cache that loses a row, makes this pool's noise no measure.
+# `mean_double`: transformers' float64 form against the mean; a pool that is noisier than its dtype
+# fails by it. In float32 18 random architectures read 7.0e-8 to 1.1e-6 (one with very sharp
+# attention 2.4e-6), and 5.5e-8 to 9.3e-7. In half precision both may be as coarse as the judge
+# allows a noise floor to be.
 PROOF_LIMITS = {
     "float32": {"members_apart": 1e-5, "mean_double": 5e-6},
     "float16": {"members_apart": 5e-3, "mean_double": 5e-3},
     "bfloat16": {"members_apart": 5e-2, "mean_double": 5e-2},
 }
-# Between kinds of attention in float64, of the largest |logit|: eager leaves softmax in float32 there, and reads up to 1e-7.
+# Between kinds of attention in float64, in the same unit. Eager leaves softmax in float32 there,
+# and reads up to 1e-7.
 KINDS_APART = 1e-6
 
 
 def faithful(doubles: Mapping[Any, Array]) -> dict[str, float]:
-    """How far each kind's float64 logits are from the last one's, of the largest of those: all kinds, the last with 0."""
+    """How far each kind's float64 logits are from the last kind's, rms over the largest |logit|."""
     own = list(doubles.values())[-1]
     most = max(float(np.abs(own).max()), np.finfo(np.float64).tiny)
     return {kind: _rms(found - own) / most for kind, found in doubles.items()}
@@ -43,35 +48,28 @@ def faithful(doubles: Mapping[Any, Array]) -> dict[str, float]:
 def write(
     path: Path, plan: Plan, members: Mapping[str, Trace], *, environment: Mapping[str, Any]
 ) -> Trace:
-    """The mean as a trace of the full plan, with keys and values where every member has all of them; a Refusal where there
-    is no noise to measure by, or nothing but zeros.
-    """
-    distinct = list(floors.distinct_of(members).values())
+    """The mean as a trace of the full plan, with keys and values if every member has all."""
+    distinct = list(errors.distinct_of(members).values())
     if len(distinct) < 2:
-        raise Refusal(
-            f"transformers pool: all {len(members)} runs are bitwise equal, expected noise to measure by where no truth is "
-            "written out; give more tokens"
-        )
-    first = distinct[0]
+        equal = f"all {len(members)} runs are bitwise equal"
+        what = f"{equal}, expected noise to measure by where no truth is written out"
+        raise Refusal(what, where="transformers pool", remedy="give more tokens")
     lacks = next((m.meta.no_cache for m in members.values() if m.meta.no_cache), "")
-    names = [] if lacks else sorted(name for name in first.arrays if name.startswith("kv/"))
-    n = len(first.logits)
-    shapes: dict[str, tuple[type, tuple[int, ...]]] = {
-        name: (np.float64, first.arrays[name].shape) for name in ("logits", *names)
-    }
-    shapes |= dict.fromkeys(("positions", "steps"), (np.int32, (n,)))
-    meta = trace.Meta(
+    first = distinct[0]
+    names = [name for name in sorted(first.arrays) if name.startswith("kv/") and not lacks]
+    meta = replace(
+        first.meta,
         plan=plan,
         engine=ENGINE,
-        engine_version=first.meta.engine_version,
         dtype="float64",
-        weights_dtype=first.meta.weights_dtype,
-        fingerprint=first.meta.fingerprint,
-        config_digest=first.meta.config_digest,
         outcomes=[trace.Outcome() for _ in plan.steps],
         environment=dict(environment),
         no_cache=lacks,
     )
+    n = len(first.logits)
+    shapes: dict[str, tuple[type, tuple[int, ...]]]
+    shapes = {name: (np.float64, first.arrays[name].shape) for name in ("logits", *names)}
+    shapes |= dict.fromkeys(("positions", "steps"), (np.int32, (n,)))
     with trace.writer(path, meta, shapes) as out:
         for name in ("logits", *names):
             _mean([m.arrays[name] for m in distinct], out.arrays[name])
@@ -84,12 +82,9 @@ def write(
 def proofs(
     mean: Trace, members: Mapping[str, Trace], double: Array, *, dtype: str
 ) -> dict[str, float]:
-    """What is measured of the mean itself, with limits; `double` are the first positions' logits in transformers' float64 form."""
-    most = max(float(np.abs(mean.logits[rows]).max()) for rows in floors.blocks(mean.logits))
-    if not most > 0:
-        raise Refusal(
-            f"{mean.label}: every logit is 0, expected a trained model's; check the weights"
-        )
+    """The mean's proofs and limits; `double` (n, V) are transformers' float64 logits, the first."""
+    most = max(float(np.abs(mean.logits[rows]).max()) for rows in errors.blocks(mean.logits))
+    require_signal(most, mean)
     apart = max(_apart(member.logits, mean.logits) for member in members.values())
     measured = {
         "members_apart": apart / most,
@@ -99,15 +94,21 @@ def proofs(
     return measured | {f"{name}_limit": limit for name, limit in PROOF_LIMITS[dtype].items()}
 
 
+def require_signal(most: float, measure: Trace) -> None:
+    """Refuses a measure whose largest |logit| is 0."""
+    if not most > 0:
+        what = "every logit is 0, expected a trained model's"
+        raise Refusal(what, where=measure.label, remedy="check the weights")
+
+
 def _mean(arrays: Sequence[Array], out: Array) -> None:
-    pieces = floors.blocks(out) if out.ndim == 2 else [slice(None)]
-    for rows in pieces:
+    for rows in errors.blocks(out) if out.ndim == 2 else [slice(None)]:
         out[rows] = sum(array[rows].astype(np.float64) for array in arrays) / len(arrays)
 
 
 def _apart(member: Array, mean: Array) -> float:
-    squares = sum(float(np.square(member[rows] - mean[rows]).sum()) for rows in floors.blocks(mean))
-    return float(np.sqrt(squares / mean.size))
+    squares = (np.square(member[rows] - mean[rows]).sum() for rows in errors.blocks(mean))
+    return float(np.sqrt(sum(map(float, squares)) / mean.size))
 
 
 def _rms(x: Array) -> float:

@@ -1,7 +1,9 @@
-"""transformers' own model on the CPU follows a plan. Beside `neighbour_model.py` the only file that touches transformers' API.
+"""transformers' own model on the CPU follows a plan.
 
-The model is built from the checkpoint's config and tensors alone: no folder is searched, no code of a checkpoint is run,
-nothing is fetched. Supported from transformers 5.0 on, which calls the cache `past_key_values` and from 5.24 on `cache`.
+Beside `neighbour_model.py` the only file that touches transformers' API. The model is built from
+the checkpoint's config and tensors alone: no folder is searched, no code of a checkpoint is run,
+nothing is fetched. Supported from transformers 5.0 on, which calls the cache `past_key_values`, and
+from 5.24 on `cache`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import inspect
 import os
 import platform
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,34 +33,26 @@ from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 from oracle.pool import neighbour_model
 from oracle.truth.config import check_weights, config_of, effective
-from oracle.truth.llama import Weights
+from oracle.truth.weights import DTYPES, Weights
 
-Attention = Literal["eager", "sdpa"]
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_CACHE = (
-    "cache"
-    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
-    else "past_key_values"
-)
+_TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
+_CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
+_PRECISION = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 
 
 def set_up(threads: int | None = None) -> None:
-    """Threads (default: one a core) and full float32 precision, for the whole process; before anything is computed."""
+    """Threads (default: one a core) and full float32 precision, before anything is computed."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(threads or os.cpu_count() or 1)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # too late where torch is in use already; it orders operations, not sums
+    # Too late where torch is in use already; it orders operations, not sums.
+    with contextlib.suppress(RuntimeError):
         torch.set_num_interop_threads(1)
     torch.set_float32_matmul_precision("highest")
-    mode = os.environ.get(
-        "ONEDNN_DEFAULT_FPMATH_MODE", os.environ.get("DNNL_DEFAULT_FPMATH_MODE", "STRICT")
-    )
+    mode = next((os.environ[name] for name in _PRECISION if name in os.environ), "STRICT")
     if mode.upper() != "STRICT":
-        raise Refusal(
-            f"environment: ONEDNN_DEFAULT_FPMATH_MODE is {mode}, expected STRICT, as float32 would be rounded; unset it"
-        )
+        what = f"{_PRECISION[0]} is {mode}, expected STRICT, as float32 would be rounded"
+        raise Refusal(what, where="environment", remedy="unset it")
 
 
 def environment() -> dict[str, Any]:
@@ -77,36 +71,23 @@ def environment() -> dict[str, Any]:
 
 
 class Reference:
-    """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, with its weights in one dtype.
+    """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, in one dtype.
 
-    `kinds` are the kinds of attention that it has; the last is the one whose runs stay as references.
+    `kinds` are the kinds of attention that it has; the runs of the last one stay as references.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
-        neighbour = is_neighbour(checkpoint)
-        if not neighbour:
-            check_weights(config_of(checkpoint), checkpoint)
-        try:
-            build = neighbour_model.build if neighbour else _llama
-            model = build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
-        except Refusal:
-            raise
-        except Exception as error:  # its validators raise whatever they like
-            name = f"transformers {transformers.__version__}"
-            raise Refusal(
-                f"{checkpoint.folder}: {name} refuses this model ({one_line(error, 300)})"
-            ) from error
-        self._model: Any = model.eval()
-        self.kinds: tuple[Attention, ...] = (
-            neighbour_model.kinds(model) if neighbour else ("eager", "sdpa")
-        )
+        self._model: Any = _built(checkpoint, dtype).eval()
+        self.kinds: tuple[str, ...] = ("eager", "sdpa")
+        if is_neighbour(checkpoint):
+            self.kinds = neighbour_model.kinds(self._model)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, *, attention: Attention = "sdpa") -> Trace:
-        """The plan's trace, in memory: logits in float32 whatever the dtype, keys and values of the caches left at the end.
+    def run(self, plan: Plan, *, attention: str = "sdpa") -> Trace:
+        """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
-        A step that fails leaves its error in the outcomes and no row, and the next step goes on with what there is.
+        A step that fails leaves its error and no row; the next step goes on with what there is.
         """
         self._model.set_attn_implementation(attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
@@ -128,12 +109,12 @@ class Reference:
 
     @torch.inference_mode()
     def double(
-        self, tokens: list[int], *, rows: int | None = None, attention: Attention = "sdpa"
+        self, tokens: list[int], *, rows: int | None = None, attention: str = "sdpa"
     ) -> Array:
-        """(n, V) logits of one uncached call after the weights, already rounded to the dtype, were widened to float64.
+        """(n, V) logits of one uncached call in float64; `rows` keeps the first ones only.
 
-        Packed weights are unpacked once more, without rounding, since the truth's are exact. `rows` keeps the first ones only.
-        Eager attention leaves softmax in float32.
+        The weights, already rounded to the dtype, are widened. Packed ones are unpacked once more,
+        without rounding, since the truth's are exact. Eager attention leaves softmax in float32.
         The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation(attention)
@@ -143,16 +124,27 @@ class Reference:
             if name in self.checkpoint.packed:
                 parameter.copy_(exact(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
-        logits: Array = (
-            self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
-            .logits[0]
-            .numpy()
-        )
+        made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
+        logits: Array = made.logits[0].numpy()
         return logits
 
 
+def _built(checkpoint: Checkpoint, dtype: str) -> Any:
+    build = neighbour_model.build if is_neighbour(checkpoint) else _llama
+    if not is_neighbour(checkpoint):
+        check_weights(config_of(checkpoint), checkpoint)
+    try:
+        return build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
+    except Refusal:
+        raise
+    except Exception as error:  # its validators raise whatever they like
+        name = f"transformers {transformers.__version__}"
+        what = f"{name} refuses this model ({one_line(error, 300)})"
+        raise Refusal(what, where=checkpoint.folder) from error
+
+
 def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """A parameter that the checkpoint lacks would be random, one that the model lacks would be dropped: both are refused."""
+    """A missing parameter would be random and an unknown tensor dropped: both are refused."""
     config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
     model = LlamaForCausalLM.from_pretrained(
         None,
@@ -164,9 +156,8 @@ def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtyp
     )
     odd = set(config_of(checkpoint).shapes()) ^ {name for name, _ in model.named_parameters()}
     if odd:
-        raise Refusal(
-            f"{checkpoint.folder}: transformers {transformers.__version__} and the checkpoint disagree on {min(odd)}"
-        )
+        both = f"transformers {transformers.__version__} and the checkpoint"
+        raise Refusal(f"{both} disagree on {min(odd)}", where=checkpoint.folder)
     return model
 
 
@@ -176,36 +167,35 @@ class _Run:
     def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
         self._model, self._last = model, plan.rows == "last"
         self._caches: dict[str, DynamicCache | None] = {}
-        most = sum(
-            call.fed + (1 - len(call.step.tokens) if self._last else 0) for call in plan.calls()
-        )
+        dropped = [len(call.step.tokens) - 1 for call in plan.calls() if self._last]
+        most = sum(call.fed for call in plan.calls()) - sum(dropped)
         self._logits = np.empty((most, vocab_size), np.float32)
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 
     def follow(self, i: int, step: Step) -> Outcome:
         """One step, to its outcome; its rows are kept."""
         chosen: list[int] = []
+        caches = self._caches
         try:
-            if isinstance(step, New):
-                self._caches[step.cache] = self._fresh() if step.use_kv_cache else None
-            elif isinstance(step, Call):
-                self._call(i, step.cache, step.tokens, step.index_pos)
-            elif isinstance(step, Greedy):
-                self._greedy(i, step, chosen)
-            elif isinstance(step, Clone):
-                self._caches[step.target] = copy.deepcopy(self._caches[step.source])
-            elif isinstance(step, Crop):
-                self._caches[step.cache] = self._cropped(self._caches[step.cache], step.length)
-            elif isinstance(step, Reset):
-                self._caches[step.cache] = (
-                    self._fresh() if self._caches[step.cache] is not None else None
-                )
+            match step:
+                case New(cache, use_kv_cache):
+                    caches[cache] = self._fresh() if use_kv_cache else None
+                case Call(cache, tokens, index_pos):
+                    self._call(i, cache, tokens, index_pos)
+                case Greedy():
+                    self._greedy(i, step, chosen)
+                case Clone(source, target):
+                    caches[target] = copy.deepcopy(caches[source])
+                case Crop(cache, length):
+                    caches[cache] = self._cropped(caches[cache], length)
+                case Reset(cache):
+                    caches[cache] = None if caches[cache] is None else self._fresh()
         except Exception as error:
             return Outcome.failed(error, chosen or None)
         return Outcome(chosen or None)
 
     def arrays(self) -> tuple[dict[str, Array], str]:
-        """The trace's arrays, and why a cache's keys and values are not among them ("" where they are)."""
+        """The trace's arrays, and why a cache's keys and values are missing ("" if none are)."""
         positions, steps = zip(*self._places, strict=True) if self._places else ((), ())
         arrays: dict[str, Array] = {"logits": self._logits[: len(self._places)]}
         arrays |= {"positions": np.array(positions, np.int32), "steps": np.array(steps, np.int32)}
@@ -226,9 +216,9 @@ class _Run:
         given = {_CACHE: cache, "use_cache": cache is not None, "logits_to_keep": int(self._last)}
         if index_pos not in (None, held):
             if held:
-                where = f"index_pos {index_pos} with {held} tokens cached"
-                raise Inexpressible(f"{where}, as transformers takes the position from its cache")
-            # Where nothing is cached a caller may say position_ids, and only them.
+                at = f"index_pos {index_pos} with {held} tokens cached"
+                raise Inexpressible(f"{at}, as transformers takes the position from its cache")
+            # Where nothing is cached a caller may give position_ids, and only them.
             given["position_ids"] = torch.arange(index_pos, index_pos + len(tokens))[None]
         rows: Tensor = self._model(torch.tensor([tokens]), **given).logits[0]
         first = len(self._places)
@@ -248,7 +238,7 @@ class _Run:
             tokens = (chosen[-1],)
 
     def _cropped(self, cache: DynamicCache | None, length: int) -> DynamicCache | None:
-        """A new cache of the first tokens; `DynamicCache.crop` has meant different things in different versions."""
+        """A new cache of the first tokens, as `DynamicCache.crop` differs by version."""
         held = _length(cache)
         if length > held:
             raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
@@ -268,7 +258,7 @@ def _length(cache: DynamicCache | None) -> int:
 
 
 def _partial(layers: list[Any], length: int) -> str:
-    """Why the layers do not hold keys and values of one shape for every token, or ""; a Llama's always do."""
+    """Why the layers lack keys and values of one shape for every token, or "" as for any Llama."""
     first: tuple[int, ...] | None = None
     for i, layer in enumerate(layers):
         for kind in ("keys", "values"):
@@ -279,25 +269,21 @@ def _partial(layers: list[Any], length: int) -> str:
                 return f"layer {i} of transformers' cache keeps {array.shape[2]} of {length} tokens"
             first = first or tuple(array.shape)
             if tuple(array.shape) != first:
-                return f"{kind} of layer {i} have shape {list(array.shape[1:])}, expected {list(first[1:])} as its neighbours'"
+                has, others = list(array.shape[1:]), list(first[1:])
+                return f"{kind} of layer {i} have shape {has}, expected {others} as its neighbours'"
     return ""
 
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """The tensors that the fingerprint covers, mapped from their files; packed ones unpacked and rounded once."""
-    plain = [
-        name
-        for name in checkpoint.weights
-        if name not in checkpoint.packed and not name.endswith(".rotary_emb.inv_freq")
-    ]
+    """The tensors that the fingerprint covers, mapped; packed ones unpacked and rounded once."""
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(set(checkpoint.weights) - set(checkpoint.packed)):
+        if not name.endswith(".rotary_emb.inv_freq"):
+            by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
     found: dict[str, Tensor] = {}
-    for file in sorted({checkpoint.tensors[name].file for name in plain}):
+    for file, names in by_file.items():
         with safe_open(str(file), framework="pt") as stored:
-            found |= {
-                name: stored.get_tensor(name)
-                for name in plain
-                if checkpoint.tensors[name].file == file
-            }
+            found |= {name: stored.get_tensor(name) for name in names}
     exact = Weights(checkpoint, dtype=dtype)
     return found | {name: exact(name).to(DTYPES[dtype]) for name in checkpoint.packed}
 

@@ -1,7 +1,9 @@
-"""config.json -> what the truth needs of it. The port reads the same file by itself: two readings that agree are evidence.
+"""config.json -> what the truth needs of it.
 
-Every key is used, ignored because it cannot change a logit, or refused by name. Defaults are those of transformers'
-LlamaConfig where one is harmless; sizes have none. This module knows no torch and reads no weights.
+The port reads the same file by itself: two readings that agree are evidence. Every key is used,
+ignored because it cannot change a logit, or refused by name, whatever its value. Defaults are those
+of transformers' LlamaConfig where one is harmless; sizes have none. This module knows no torch and
+reads no weights.
 """
 
 from __future__ import annotations
@@ -11,42 +13,57 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from oracle.formats.errors import Refusal
-from oracle.truth.rope import MOST_POSITIONS, Scaling, number, read_rope, show, whole
+from oracle.formats.errors import Refusal, brief
+from oracle.truth.keys import Keys, described
+from oracle.truth.rope import MOST_POSITIONS, LongRope, Scaling, read_rope
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
+Shapes = dict[str, tuple[int, ...]]
+
 # Of no effect on the logits of a trained Llama, by what they are for.
 IGNORED = {
-    "training": "initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop gradient_checkpointing pretraining_tp",
-    "special tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id",
-    "text generation": """use_cache max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups temperature
-        top_k top_p typical_p diversity_penalty repetition_penalty length_penalty exponential_decay_length_penalty no_repeat_ngram_size
-        encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens num_return_sequences remove_invalid_values""",
-    "book-keeping": """_name_or_path name_or_path torch_dtype dtype transformers_version transformers.js_config is_llama_config
-        tokenizer_class prefix task_specific_params finetuning_task problem_type id2label label2id num_labels output_attentions
-        output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss
-        chunk_size_feed_forward _attn_implementation_autoset unsloth_version unsloth_fixed""",
-    "other models": "sliding_window",
+    "training": """initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop
+        gradient_checkpointing pretraining_tp""",
+    "special tokens": """bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+        forced_bos_token_id forced_eos_token_id""",
+    "text generation": """use_cache max_length min_length max_new_tokens do_sample early_stopping
+        num_beams num_beam_groups temperature top_k top_p typical_p diversity_penalty
+        repetition_penalty length_penalty exponential_decay_length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
+        num_return_sequences remove_invalid_values""",
+    "book-keeping": """_name_or_path name_or_path torch_dtype dtype transformers_version
+        transformers.js_config is_llama_config tokenizer_class prefix task_specific_params
+        finetuning_task problem_type id2label label2id num_labels output_attentions
+        output_hidden_states output_scores return_dict return_dict_in_generate torchscript
+        use_bfloat16 tf_legacy_loss chunk_size_feed_forward _attn_implementation
+        _attn_implementation_autoset _flash_attn_2_enabled _commit_hash unsloth_version
+        unsloth_fixed""",
+    "other models": """sliding_window max_window_layers seq_length max_sequence_length
+        model_max_length""",
 }
 _WITHOUT_EFFECT = {key for keys in IGNORED.values() for key in keys.split()}
-# These would change the model, so only the value that leaves it a Llama is accepted. Null always counts as absent.
+# These would change the model, so only the value that leaves it a Llama is accepted. Null always
+# counts as absent.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
-    "architectures": (["LlamaForCausalLM"], []),
-    "hidden_act": ("silu",),
+    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], []),
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
     "rope_interleaved": (False,),
     "rope_traditional": (False,),
     "partial_rotary_factor": (1.0, 1),
     "use_sliding_window": (False,),
     "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
 }
-# And the largest that is believed, far above every Llama: nothing is looped over or made for a number that is a mistake.
+# The largest that is believed is far above every Llama, so that nothing is looped over or made for
+# a number that is a mistake.
 _SIZES = {
     "num_hidden_layers": 10_000,
     "hidden_size": 2**20,
@@ -56,25 +73,19 @@ _SIZES = {
     "max_position_embeddings": MOST_POSITIONS,
 }
 _MOST_HEAD_DIM = 2**16
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-_USED = {
-    *_SIZES,
-    *_ROPE,
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-}
+_OPTIONAL = """num_key_value_heads head_dim rms_norm_eps tie_word_embeddings attention_bias mlp_bias
+    rope_theta rope_scaling rope_parameters original_max_position_embeddings"""
+_USED = {*_SIZES, *_OPTIONAL.split()}
 STORED = ("F32", "BF16", "F16")
+"""The dtypes of plain weights, as safetensors spells them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A Llama's sizes and constants.
 
-    `interleaved` turns the pairs (2i, 2i + 1) instead of (i, i + head_dim / 2): read_config never says so, it is a suspect.
+    `interleaved` turns the pairs (2i, 2i + 1) instead of (i, i + head_dim / 2). read_config never
+    sets it; it is one of the suspects.
     """
 
     n_layers: int
@@ -94,204 +105,165 @@ class Config:
     interleaved: bool = False
 
     @property
+    def cache_width(self) -> int:
+        """How many numbers a token leaves in the cache."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim
+
+    @property
+    def original(self) -> int | None:
+        """The length beyond which longrope has other factors; None without longrope."""
+        s = self.scaling
+        return s.original_max_position_embeddings if isinstance(s, LongRope) else None
+
+    @property
     def rope(self) -> str:
         """The type, theta and the type's numbers, for a report; lists by their length."""
-        told = asdict(self.scaling) if self.scaling else {}
-        shown = [
-            f"{key} {f'{len(value)} numbers' if isinstance(value, tuple) else json.dumps(value)}"
-            for key, value in told.items()
-        ]
-        return ", ".join(
-            [
-                type(self.scaling).__name__.lower() if self.scaling else "default",
-                f"theta {self.theta:g}",
-                *shown,
-            ]
-        )
+        words = [type(self.scaling).__name__.lower() if self.scaling else "default"]
+        words.append(f"theta {self.theta:g}")
+        for key, value in (asdict(self.scaling) if self.scaling else {}).items():
+            listed = isinstance(value, tuple)
+            words.append(f"{key} {f'{len(value)} numbers' if listed else json.dumps(value)}")
+        return ", ".join(words)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Every tensor that the checkpoint must hold, and its shape."""
-        q, kv, e, f = (
-            self.n_heads * self.head_dim,
-            self.n_kv_heads * self.head_dim,
-            self.hidden,
-            self.mlp,
-        )
-        linear = {
-            "self_attn.q_proj": (q, e),
-            "self_attn.k_proj": (kv, e),
-            "self_attn.v_proj": (kv, e),
-            "self_attn.o_proj": (e, q),
-        }
-        linear |= {"mlp.gate_proj": (f, e), "mlp.up_proj": (f, e), "mlp.down_proj": (e, f)}
-        layer: dict[str, tuple[int, ...]] = {
-            f"{name}.weight": shape for name, shape in linear.items()
-        }
-        layer |= {"input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,)}
-        biased = {"self_attn": self.attention_bias, "mlp": self.mlp_bias}
-        layer |= {
-            f"{name}.bias": shape[:1]
-            for name, shape in linear.items()
-            if biased[name.split(".")[0]]
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, e),
-            "model.norm.weight": (e,),
-        }
-        shapes |= {
-            f"model.layers.{i}.{name}": shape
-            for i in range(self.n_layers)
-            for name, shape in layer.items()
-        }
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        e, f = self.hidden, self.mlp
+        attention = {"q_proj": (q, e), "k_proj": (kv, e), "v_proj": (kv, e), "o_proj": (e, q)}
+        mlp = {"gate_proj": (f, e), "up_proj": (f, e), "down_proj": (e, f)}
+        layer: Shapes = {"input_layernorm.weight": (e,), "post_attention_layernorm.weight": (e,)}
+        for block, linear, biased in (
+            ("self_attn", attention, self.attention_bias),
+            ("mlp", mlp, self.mlp_bias),
+        ):
+            layer |= {f"{block}.{name}.weight": shape for name, shape in linear.items()}
+            if biased:
+                layer |= {f"{block}.{name}.bias": shape[:1] for name, shape in linear.items()}
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, e)}
+        shapes["model.norm.weight"] = (e,)
+        for i in range(self.n_layers):
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
         return shapes | ({} if self.tied else {"lm_head.weight": (self.vocab_size, e)})
 
-    def taps(self, n: int) -> dict[str, tuple[int, ...]]:
-        """Every place inside a layer that can be recorded, in the order of computation, and its shape for n tokens.
+    def taps(self, n: int) -> Shapes:
+        """The places inside a layer that can be recorded, as computed, and their shapes.
 
-        `scores` are scaled, and 0 where the mask hides a key; `activation` is silu(gate) * up, `hidden` what leaves the layer.
+        `n` is the number of tokens. `scores` are scaled, and 0 where the mask hides a key;
+        `activation` is silu(gate) * up, `hidden` is what leaves the layer.
         """
         h, k, d, e, f = self.n_heads, self.n_kv_heads, self.head_dim, self.hidden, self.mlp
-        heads: dict[str, tuple[int, ...]] = {
-            "q": (h, n, d),
-            "k": (k, n, d),
-            "v": (k, n, d),
-            "q_rope": (h, n, d),
-            "k_rope": (k, n, d),
-            "scores": (h, n, n),
-        }
-        rows = {
-            "attention": h * d,
-            "o_proj": e,
-            "post_norm": e,
-            "gate": f,
-            "up": f,
-            "activation": f,
-            "down": e,
-            "hidden": e,
-        }
-        return {"input_norm": (n, e), **heads, **{name: (n, width) for name, width in rows.items()}}
+        taps: Shapes = {"input_norm": (n, e)}
+        for name, heads in {"q": h, "k": k, "v": k, "q_rope": h, "k_rope": k}.items():
+            taps[name] = (heads, n, d)
+        taps["scores"] = (h, n, n)
+        widths = {"attention": h * d, "o_proj": e, "post_norm": e, "gate": f, "up": f}
+        widths |= {"activation": f, "down": e, "hidden": e}
+        return taps | {name: (n, width) for name, width in widths.items()}
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
     """The oracle's reading of a checkpoint's config."""
-    return read_config(
-        checkpoint.model_config,
-        where=str(checkpoint.folder / "config.json"),
-        without=checkpoint.without,
-    )
+    c = checkpoint
+    return read_config(c.model_config, where=c.where, without=c.without)
 
 
 def read_config(
     values: Mapping[str, Any], *, where: str = "config.json", without: Sequence[str] = ()
 ) -> Config:
-    """The Config of a decoded config.json, or a Refusal that names the key; `without` are keys that a person took out of it."""
-    for key in without:
-        if key in _USED or key in _NEUTRAL:
-            raise Refusal(
-                f"{where}: --ignore-key {key} would change the model, expected a key that does not; leave the option out"
-            )
-    given = {key: value for key, value in values.items() if value is not None}
-    if "model_type" not in given:
-        raise Refusal(f"{where}: no model_type, expected 'llama'; only Llama models can be run")
-    for key, value in given.items():
-        if key in _NEUTRAL and not any(
-            type(value) is type(v) and value == v for v in _NEUTRAL[key]
-        ):
-            raise Refusal(
-                f"{where}: {key} is {show(value)}, expected {_NEUTRAL[key][0]!r}; only plain Llama models can be run"
-            )
-        if (
-            key not in _NEUTRAL
-            and key not in _WITHOUT_EFFECT
-            and key not in _USED
-            and value is not False
-        ):
-            raise Refusal(
-                f"{where}: unknown key {key!r} ({show(value)}), which may change the logits; --ignore-key if it does not"
-            )
-    sizes = {key: whole(given, key, where, most=most) for key, most in _SIZES.items()}
-    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    kv_heads = (
-        whole(given, "num_key_value_heads", where, most=_SIZES["num_attention_heads"])
-        if "num_key_value_heads" in given
-        else heads
-    )
+    """The Config of a decoded config.json, from which a person took the keys `without`."""
+    refuse_taken_out(without, {*_USED, *_NEUTRAL}, where)
+    given = Keys({key: value for key, value in values.items() if value is not None}, where)
+    _refuse_unknown(Keys(values, where))
+    sizes = {key: given.whole(key, most=most) for key, most in _SIZES.items()}
+    heads, positions = sizes["num_attention_heads"], sizes["max_position_embeddings"]
+    most = _SIZES["num_attention_heads"]
+    kv_heads = given.whole("num_key_value_heads", most=most, default=heads)
     if heads % kv_heads:
-        raise Refusal(
-            f"{where}: num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}; correct config.json"
-        )
-    if "head_dim" not in given and hidden % heads:
-        raise Refusal(
-            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; give head_dim"
-        )
-    head_dim = (
-        whole(given, "head_dim", where, most=_MOST_HEAD_DIM)
-        if "head_dim" in given
-        else hidden // heads
-    )
-    if head_dim % 2:
-        raise Refusal(
-            f"{where}: head_dim is {head_dim}, expected an even number, as RoPE turns pairs; correct config.json"
-        )
-    theta, scaling = read_rope(
-        given, where, max_positions=sizes["max_position_embeddings"], head_dim=head_dim
-    )
+        raise given.wrong("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    head_dim = _head_dim(given, sizes["hidden_size"], heads)
+    theta, scaling = read_rope(given, max_positions=positions, head_dim=head_dim)
     return Config(
         n_layers=sizes["num_hidden_layers"],
-        hidden=hidden,
+        hidden=sizes["hidden_size"],
         mlp=sizes["intermediate_size"],
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=sizes["vocab_size"],
-        max_positions=sizes["max_position_embeddings"],
-        eps=number(given, "rms_norm_eps", where) if "rms_norm_eps" in given else 1e-6,
+        max_positions=positions,
+        eps=given.number("rms_norm_eps", 1e-6),
         theta=theta,
         scaling=scaling,
-        tied=_flag(given, "tie_word_embeddings", where),
-        attention_bias=_flag(given, "attention_bias", where),
-        mlp_bias=_flag(given, "mlp_bias", where),
+        tied=given.flag("tie_word_embeddings"),
+        attention_bias=given.flag("attention_bias"),
+        mlp_bias=given.flag("mlp_bias"),
     )
 
 
+def refuse_taken_out(without: Sequence[str], known: set[str], where: str) -> None:
+    """Refuses --ignore-key for a key that matters to the model."""
+    for key in without:
+        if key in known:
+            what = f"--ignore-key {key} would change the model, expected a key that does not"
+            raise Refusal(what, where=where, remedy="leave the option out")
+
+
+def _refuse_unknown(given: Keys) -> None:
+    if given.values.get("model_type") is None:
+        raise given.refusal("no model_type, expected 'llama'", "only Llama models can be run")
+    for key, value in given.values.items():
+        neutral = _NEUTRAL.get(key, ())
+        if (
+            neutral
+            and value is not None
+            and not any(type(value) is type(v) and value == v for v in neutral)
+        ):
+            what = f"{key} is {described(value)}, expected {neutral[0]!r}"
+            raise given.refusal(what, "only plain Llama models can be run")
+        if not neutral and key not in _WITHOUT_EFFECT and key not in _USED:
+            what = f"unknown key {key!r} ({brief(value)}), which may change the logits"
+            raise given.refusal(what, "--ignore-key if it does not")
+
+
+def _head_dim(given: Keys, hidden: int, heads: int) -> int:
+    if "head_dim" not in given.values and hidden % heads:
+        what = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        raise given.refusal(what, "give head_dim")
+    head_dim = given.whole("head_dim", most=_MOST_HEAD_DIM, default=hidden // heads)
+    if head_dim % 2:
+        raise given.wrong("head_dim", "an even number, as RoPE turns pairs", found=head_dim)
+    return head_dim
+
+
 def effective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that can change a logit: what transformers is given, where a sliding_window would shorten the cache."""
+    """The keys that transformers is given: a sliding_window, for one, would shorten its cache."""
     return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:
-    """Refuses a checkpoint whose tensors are not those of the config: names both ways, then shapes, then dtypes."""
+    """Refuses tensors other than the config's: by name both ways, then by shape, then by dtype."""
     wanted, stored, where = config.shapes(), checkpoint.weights, checkpoint.folder
+    says = f"expected {len(wanted)} as config.json says"
     missing = sorted(set(wanted) - set(stored))
     if missing:
-        raise Refusal(
-            f"{where}: no tensor {missing[0]}, expected {len(wanted)} as config.json says; {len(missing)} missing"
-        )
-    # A tied head may be stored once more (the truth checks that it is the same); old files keep RoPE's frequencies.
-    extra = {n for n in set(stored) - set(wanted) if not n.endswith(".rotary_emb.inv_freq")} - {
-        "lm_head.weight"
-    }
+        raise Refusal(f"{where}: no tensor {missing[0]}, {says}; {len(missing)} missing")
+    # A tied head may be stored once more (the truth checks that it is the same), and old files
+    # keep RoPE's frequencies.
+    extra = {n for n in set(stored) - set(wanted) if not n.endswith(".rotary_emb.inv_freq")}
+    extra -= {"lm_head.weight"}
     if extra:
-        raise Refusal(
-            f"{where}: unknown tensor {min(extra)}, expected {len(wanted)} as config.json says; {len(extra)} unknown"
-        )
+        raise Refusal(f"{where}: unknown tensor {min(extra)}, {says}; {len(extra)} unknown")
     for name, shape in wanted.items():
-        if tuple(stored[name]) != shape:
-            unpacked = " unpacked" if name in checkpoint.packed else ""
-            raise Refusal(
-                f"{where}: {name} has shape {list(stored[name])}{unpacked}, expected {list(shape)} as config.json says"
-            )
-        dtype = checkpoint.tensors[name].dtype
-        if dtype not in STORED and name not in checkpoint.packed:
-            raise Refusal(
-                f"{where}: {name} is {dtype}, expected {', '.join(STORED)}; quantised weights cannot be run"
-            )
+        found, packed = list(stored[name]), name in checkpoint.packed
+        if found != list(shape):
+            has = f"{name} has shape {found}{' unpacked' if packed else ''}"
+            raise Refusal(f"{where}: {has}, expected {list(shape)} as config.json says")
+        if not packed:
+            require_plain(name, checkpoint.tensors[name].dtype, where)
 
 
-def _flag(values: Mapping[str, Any], key: str, where: str) -> bool:
-    value = values.get(key, False)
-    if type(value) is not bool:
-        raise Refusal(
-            f"{where}: {key} is {show(value)}, expected true or false; correct config.json"
-        )
-    return value
+def require_plain(name: str, dtype: str, where: object) -> None:
+    """Refuses a stored dtype that the oracle does not compute with."""
+    if dtype not in STORED:
+        what = f"{name} is {dtype}, expected {', '.join(STORED)}"
+        raise Refusal(what, where=where, remedy="quantised weights cannot be run")

@@ -1,63 +1,57 @@
 """config.json's RoPE keys -> theta and a scaling, in both of transformers' generations; no torch.
 
-`rope_theta` and `rope_scaling` are the keys until transformers 4, `rope_parameters` is the one since 5. A file with both must
-say the same twice, and transformers must not read it otherwise than it is meant: it lets rope_scaling replace rope_parameters.
+`rope_theta` and `rope_scaling` are the keys until transformers 4, `rope_parameters` is the one
+since 5. A file with both must say the same twice, and transformers must not read it otherwise than
+it is meant: it lets rope_scaling replace rope_parameters. The defaults are transformers' own
+(`modeling_rope_utils.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
+from oracle.truth.keys import Keys, described
 
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 MOST_POSITIONS = 2**24
 _ORIGINAL = "original_max_position_embeddings"
-_LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
-_YARN = {
-    "factor",
-    _ORIGINAL,
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "beta_fast",
-    "beta_slow",
-    "truncate",
-}
-_LONGROPE = {"short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL}
+_YARN = "attention_factor mscale mscale_all_dim beta_fast beta_slow truncate"
+# The keys that each type reads.
 _READ = {
     "default": set(),
     "linear": {"factor"},
     "dynamic": {"factor"},
-    "yarn": _YARN,
-    "longrope": _LONGROPE,
-    "llama3": _LLAMA3,
+    "yarn": {"factor", _ORIGINAL, *_YARN.split()},
+    "longrope": {"short_factor", "long_factor", "factor", "attention_factor", _ORIGINAL},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
 }
 _UNREAD = {"rope_type", "type", "rope_theta", "finetuned"}  # transformers does not read the last
-# Where transformers takes null for a value.
-_NULL_SAYS = {"truncate", _ORIGINAL}
+# Where transformers takes null for a value, and where for an absent key.
+_NULL_COUNTS = {"truncate", _ORIGINAL}
+_NULL_IS_ABSENT = set().union(*_READ.values(), _UNREAD, {"partial_rotary_factor"}) - _NULL_COUNTS
+_KEEP_ONE = "keep one of them"
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Every position divided by the factor."""
+    """Every position divided by the factor (position interpolation, arXiv:2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """Plain RoPE up to max_position_embeddings; beyond it every length has frequencies of its own, and none is judged."""
+    """Plain RoPE up to max_position_embeddings; every length beyond has its own, unjudged."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """The frequency-dependent stretching of RoPE that Llama 3.1 brought."""
+    """Llama 3.1's stretching by frequency (`apply_scaling` in Meta's llama-models)."""
 
     factor: float
     low_freq_factor: float
@@ -67,7 +61,10 @@ class Llama3:
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """Slow pairs stretched, fast ones kept, a ramp between them; cosines and sines times `attention`."""
+    """Slow pairs stretched, fast ones kept, a ramp between them (YaRN, arXiv:2309.00071).
+
+    Cosines and sines are multiplied by `attention`.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -79,7 +76,10 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """A factor for each pair, one list up to the original length and another beyond it; cosines and sines times `attention`."""
+    """A factor for each pair: `short` up to the original length, else `long` (arXiv:2402.13753).
+
+    Cosines and sines are multiplied by `attention`.
+    """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -90,227 +90,158 @@ class LongRope:
 Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope
 
 
-def read_rope(
-    given: Mapping[str, Any], where: str, *, max_positions: int, head_dim: int
-) -> tuple[float, Scaling | None]:
-    """theta and scaling of a config.json, or a Refusal that names the key."""
-    thetas = {"rope_theta": theta_of(given, where)} if "rope_theta" in given else {}
+def read_rope(given: Keys, *, max_positions: int, head_dim: int) -> tuple[float, Scaling | None]:
+    """theta and scaling of a config.json without its nulls, or a Refusal that names the key."""
+    thetas = {"rope_theta": _theta(given)} if "rope_theta" in given.values else {}
     scalings: dict[str, Scaling | None] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        values = given.get(key, {})
+        values = given.values.get(key, {})
         if not isinstance(values, dict):
-            raise Refusal(
-                f"{where}: {key} is {show(values)}, expected an object or null; correct config.json"
-            )
+            raise given.wrong(key, "an object or null")
         if not values:
             continue  # null and {} are plain RoPE to transformers too
+        where = f"{given.where}: {key}"
         if values.get("rope_theta") is not None:
-            thetas[f"{key}.rope_theta"] = theta_of(values, f"{where}: {key}")
-        scalings[key] = _Reader(
-            _outer(given, values, f"{where}: {key}"), f"{where}: {key}", max_positions, head_dim
-        ).scaling()
-    for found in (thetas, scalings):
-        if len(set(found.values())) > 1:
-            first, second = list(found.items())[:2]
-            raise Refusal(
-                f"{where}: {first[0]} says {first[1]} but {second[0]} says {second[1]}; keep one of them"
-            )
-    if "rope_scaling" in scalings and list(thetas) == ["rope_parameters.rope_theta"]:
-        raise Refusal(
-            f"{where}: rope_theta is in rope_parameters alone, which transformers does not read beside rope_scaling; keep one"
-        )
-    if not scalings and given.get(_ORIGINAL) is not None:
-        raise Refusal(
-            f"{where}: unknown key {_ORIGINAL!r} ({show(given[_ORIGINAL])}) for rope_type 'default'; remove it"
-        )
+            thetas[f"{key}.rope_theta"] = _theta(Keys(values, where))
+        values = _with_outer_length(given, values, where)
+        scalings[key] = _Reader(values, where, max_positions, head_dim // 2).scaling()
+    _refuse_contradictions(given, thetas, scalings)
     return next(iter(thetas.values()), 10000.0), next(iter(scalings.values()), None)
 
 
-def theta_of(values: Mapping[str, Any], where: str) -> float:
-    """rope_theta; its logarithm divides, so it must be above 1."""
-    theta = number(values, "rope_theta", where)
+def _refuse_contradictions(
+    given: Keys, thetas: Mapping[str, float], scalings: Mapping[str, Scaling | None]
+) -> None:
+    for found in (thetas, scalings):
+        if len(set(found.values())) > 1:
+            (one, value), (other, its) = list(found.items())[:2]
+            raise given.refusal(f"{one} says {value} but {other} says {its}", _KEEP_ONE)
+    if "rope_scaling" in scalings and list(thetas) == ["rope_parameters.rope_theta"]:
+        alone = "rope_theta is in rope_parameters alone"
+        what = f"{alone}, which transformers does not read beside rope_scaling"
+        raise given.refusal(what, "keep one")
+    if not scalings and _ORIGINAL in given.values:
+        original = described(given.values[_ORIGINAL])
+        what = f"unknown key {_ORIGINAL!r} ({original}) for rope_type 'default'"
+        raise given.refusal(what, "remove it")
+
+
+def _theta(keys: Keys) -> float:
+    """rope_theta. Its logarithm divides, so it must be above 1."""
+    theta = keys.number("rope_theta")
     if not theta > 1:
-        raise Refusal(
-            f"{where}: rope_theta is {theta}, expected a number above 1; correct config.json"
-        )
+        raise keys.wrong("rope_theta", "a number above 1", found=theta)
     return theta
 
 
-def _outer(given: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The object with the original length of the outer level in it, where transformers looks first."""
-    outer, inner = given.get(_ORIGINAL), values.get(_ORIGINAL)
+def _with_outer_length(given: Keys, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The object with the outer level's original length, where transformers looks first."""
+    outer, inner = given.values.get(_ORIGINAL), values.get(_ORIGINAL)
     if outer is None:
-        return dict(values)
+        return values
     if inner is not None and inner != outer:
-        raise Refusal(
-            f"{where}: {_ORIGINAL} is {show(inner)}, but {show(outer)} outside of it; keep one of them"
-        )
+        what = f"{_ORIGINAL} is {described(inner)}, but {described(outer)} outside of it"
+        raise Refusal(what, where=where, remedy=_KEEP_ONE)
     return {**values, _ORIGINAL: outer}
 
 
-class _Reader:
-    """Reads one object of RoPE's keys."""
+class _Reader(Keys):
+    """Reads one object of RoPE's keys, of a model with so many positions and pairs a head."""
 
     def __init__(
-        self, values: dict[str, Any], where: str, max_positions: int, head_dim: int
+        self, values: Mapping[str, Any], where: str, max_positions: int, pairs: int
     ) -> None:
-        kept = {k: v for k, v in values.items() if v is not None or k in _NULL_SAYS}
-        self._kinds = {key: kept[key] for key in ("rope_type", "type") if key in kept}
-        self._values = {k: v for k, v in kept.items() if k not in _UNREAD}
-        self._where, self._max_positions, self._pairs = where, max_positions, head_dim // 2
-        rotated = self._values.pop("partial_rotary_factor", 1.0)
+        kept = {k: v for k, v in values.items() if v is not None or k not in _NULL_IS_ABSENT}
+        self._types = [kept[key] for key in ("rope_type", "type") if key in kept]
+        super().__init__({k: v for k, v in kept.items() if k not in _UNREAD}, where)
+        self._max_positions, self._pairs = max_positions, pairs
+        rotated = self.values.pop("partial_rotary_factor", 1.0)
         if type(rotated) not in (int, float) or rotated != 1:
-            raise self._refusal("partial_rotary_factor", rotated, "1.0, a whole rotation")
+            raise self.wrong("partial_rotary_factor", "1.0, a whole rotation", found=rotated)
 
     def scaling(self) -> Scaling | None:
         """None for plain RoPE."""
-        kinds = list(self._kinds.values())
-        if len(kinds) == 2 and kinds[0] != kinds[1]:
-            raise Refusal(
-                f"{self._where}: rope_type is {show(kinds[0])} but type is {show(kinds[1])}; keep one of them"
-            )
-        kind = kinds[0] if kinds else None if self._values else "default"
-        if kind not in KINDS:
-            known = ", ".join(map(repr, KINDS))
-            raise Refusal(
-                f"{self._where}: rope_type is {show(kind, none='None')}, expected one of {known}; other kinds of RoPE cannot be run"
-            )
-        off = (None, False)
-        unknown = sorted(
-            key
-            for key, value in self._values.items()
-            if key not in _READ[kind] and not any(value is v for v in off)
-        )
-        if unknown:
-            found = show(self._values[unknown[0]])
-            raise Refusal(
-                f"{self._where}: unknown key {unknown[0]!r} ({found}) for rope_type {kind!r}; remove it"
-            )
-        if kind == "default":
-            return None
-        read: dict[str, Callable[[], Scaling]]
-        read = {
-            "linear": self._linear,
-            "dynamic": self._dynamic,
-            "yarn": self._yarn,
-            "longrope": self._longrope,
-            "llama3": self._llama3,
-        }
-        return read[kind]()
+        match self._type():
+            case "linear":
+                return Linear(self._factor())
+            case "dynamic":
+                return Dynamic(self._factor())
+            case "llama3":
+                return self._llama3()
+            case "yarn":
+                return self._yarn()
+            case "longrope":
+                return self._longrope()
+        return None
 
-    def _linear(self) -> Linear:
-        return Linear(self._factor())
-
-    def _dynamic(self) -> Dynamic:
-        return Dynamic(self._factor())
+    def _type(self) -> str:
+        """The type of RoPE, once every key is one that it reads."""
+        if len(self._types) == 2 and self._types[0] != self._types[1]:
+            one, other = map(described, self._types)
+            raise self.refusal(f"rope_type is {one} but type is {other}", _KEEP_ONE)
+        found = self._types[0] if self._types else None if self.values else "default"
+        if not isinstance(found, str) or found not in _READ:
+            what = f"rope_type is {brief(found)}, expected one of {', '.join(map(repr, _READ))}"
+            raise self.refusal(what, "other kinds of RoPE cannot be run")
+        for key, value in sorted(self.values.items()):
+            unset = (key in _NULL_COUNTS and value is None) or (
+                key == "truncate" and value is False
+            )
+            if key not in _READ[found] and not unset:
+                what = f"unknown key {key!r} ({described(value)}) for rope_type {found!r}"
+                raise self.refusal(what, "remove it")
+        return found
 
     def _llama3(self) -> Llama3:
-        low, high = (
-            number(self._values, key, self._where)
-            for key in ("low_freq_factor", "high_freq_factor")
-        )
+        low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         if not low < high:
-            raise Refusal(
-                f"{self._where}: low_freq_factor is {low}, expected less than high_freq_factor {high}; correct config.json"
-            )
-        return Llama3(
-            self._factor(),
-            low,
-            high,
-            whole(self._values, _ORIGINAL, self._where, most=MOST_POSITIONS),
-        )
+            raise self.wrong("low_freq_factor", f"less than high_freq_factor {high}", found=low)
+        return Llama3(self._factor(), low, high, self.whole(_ORIGINAL, most=MOST_POSITIONS))
 
     def _yarn(self) -> Yarn:
         factor = self._factor()
-        fast, slow = self._or("beta_fast", 32.0), self._or("beta_slow", 1.0)
+        fast, slow = self.number("beta_fast", 32.0), self.number("beta_slow", 1.0)
         if fast < slow:
-            raise self._refusal("beta_fast", fast, f"at least beta_slow {slow}")
-        truncate = self._values.get("truncate", True)
-        if type(truncate) is not bool:
-            raise self._refusal("truncate", truncate, "true or false")
+            raise self.wrong("beta_fast", f"at least beta_slow {slow}", found=fast)
+        truncate = self.flag("truncate", default=True)
         # transformers takes 0 for absent here, and one of the two without the other for nothing.
         most, least = (
-            0.0 if self._is_zero(key) else number(self._values, key, self._where)
-            for key in ("mscale", "mscale_all_dim")
+            0.0 if self._is_zero(key) else self.number(key) for key in ("mscale", "mscale_all_dim")
         )
         attention = 1 + 0.1 * math.log(factor)
         if most and least:
             attention = (1 + 0.1 * most * math.log(factor)) / (1 + 0.1 * least * math.log(factor))
-        return Yarn(
-            factor, self._original(), fast, slow, truncate, self._or("attention_factor", attention)
-        )
+        attention = self.number("attention_factor", attention)
+        return Yarn(factor, self._original(), fast, slow, truncate, attention)
 
     def _longrope(self) -> LongRope:
         original = self._original()
         if original < 2:
-            raise self._refusal(
-                _ORIGINAL, original, "a whole number from 2, as its logarithm divides"
-            )
-        factor = self._factor() if "factor" in self._values else self._max_positions / original
+            expected = "a whole number from 2, as its logarithm divides"
+            raise self.wrong(_ORIGINAL, expected, found=original)
+        factor = self._factor() if "factor" in self.values else self._max_positions / original
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        short, long = (self._list(key) for key in ("short_factor", "long_factor"))
-        return LongRope(short, long, original, self._or("attention_factor", attention))
+        short, long = self._list("short_factor"), self._list("long_factor")
+        return LongRope(short, long, original, self.number("attention_factor", attention))
 
     def _list(self, key: str) -> tuple[float, ...]:
-        found = self._values.get(key)
+        found = self.values.get(key)
         if type(found) is not list or len(found) != self._pairs:
-            raise self._refusal(
-                key, found, f"a list of {self._pairs} numbers, one for each pair of head_dim"
-            )
-        factors = tuple(number({key: value}, key, self._where) for value in found)
+            raise self.wrong(key, f"a list of {self._pairs} numbers, one for each pair of head_dim")
+        factors = tuple(Keys({key: value}, self.where).number(key) for value in found)
         if min(factors) <= 1e-6:  # its inverse would leave float32, transformers' own
-            raise self._refusal(key, min(factors), "numbers above 1e-06")
+            raise self.wrong(key, "numbers above 1e-06", found=min(factors))
         return factors
 
     def _is_zero(self, key: str) -> bool:
-        value = self._values.get(key, 0)
+        value = self.values.get(key, 0)
         return type(value) in (int, float) and value == 0
 
     def _factor(self) -> float:
-        factor = number(self._values, "factor", self._where)
+        factor = self.number("factor")
         if factor < 1:
-            raise self._refusal("factor", factor, "a number from 1")
+            raise self.wrong("factor", "a number from 1", found=factor)
         return factor
 
-    def _or(self, key: str, default: float) -> float:
-        return number(self._values, key, self._where) if key in self._values else default
-
     def _original(self) -> int:
-        if _ORIGINAL not in self._values:
-            return self._max_positions
-        return whole(self._values, _ORIGINAL, self._where, most=MOST_POSITIONS)
-
-    def _refusal(self, key: str, found: Any, expected: str) -> Refusal:
-        return Refusal(
-            f"{self._where}: {key} is {show(found)}, expected {expected}; correct config.json"
-        )
-
-
-def whole(values: Mapping[str, Any], key: str, where: str, *, most: int) -> int:
-    """A whole number from 1 to `most`."""
-    value = values.get(key)
-    if type(value) is not int or value < 1:
-        raise Refusal(
-            f"{where}: {key} is {show(value)}, expected a whole number from 1; correct config.json"
-        )
-    if value > most:
-        raise Refusal(
-            f"{where}: {key} is {show(value)}, expected at most {most}, as in every Llama by far; correct config.json"
-        )
-    return value
-
-
-def number(values: Mapping[str, Any], key: str, where: str) -> float:
-    """A number above 0, and within float32."""
-    value: Any = values.get(key)
-    if type(value) not in (int, float) or not 0 < value <= 1e30:
-        raise Refusal(
-            f"{where}: {key} is {show(value)}, expected a number above 0; correct config.json"
-        )
-    return float(value)
-
-
-def show(value: Any, *, none: str = "missing") -> str:
-    """A value for a message, cut to fit."""
-    text = none if value is None else repr(value)
-    return text if len(text) < 60 else text[:57] + "..."
+        return self.whole(_ORIGINAL, most=MOST_POSITIONS, default=self._max_positions)

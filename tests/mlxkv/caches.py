@@ -85,4 +85,5 @@ def settled(*caches: Cache) -> int:
     """Bytes that MLX holds once everything is computed and what nobody holds is gone."""
     mx.eval([b for cache in caches for b in buffers(cache)])
     gc.collect()
+    mx.synchronize()
     return mx.get_active_memory()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from candle import outcomes_of, plan_of
 from safetensors.numpy import load_file
 
-from mlxkv.engines.port import Runner
+from mlxkv.engines.port import PortRunner
 from mlxkv.port.llama import Llama
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Outcome
@@ -79,15 +79,15 @@ class Golden:
         """Whether there is anything to compare with but that the calls went well."""
         return self.rows is not None or any(o != Outcome() for o in self.outcomes)
 
-    def run(self, model: Llama) -> Runner:
+    def run(self, model: Llama) -> PortRunner:
         """The port in candle's mode on this plan."""
-        return Runner(model, self.plan, guarded=False).run()
+        return PortRunner(model, self.plan, guarded=False).run()
 
-    def faults(self, runner: Runner) -> list[str]:
+    def faults(self, runner: PortRunner) -> list[str]:
         """Everything in which the port's run differs from candle's beyond the noise; empty where it is right."""
         return [*self._wrong_rows(runner), *self._wrong_outcomes(runner)]
 
-    def ratio(self, runner: Runner) -> Ratio:
+    def ratio(self, runner: PortRunner) -> Ratio:
         """NaN where a row is missing or not finite."""
         assert self.rows is not None
         rows = np.concatenate(runner.rows) if runner.rows else np.zeros((0, 0))
@@ -100,7 +100,7 @@ class Golden:
             float(squares.mean() ** 0.5) / self.noise, float(squares.max() ** 0.5) / self.noise
         )
 
-    def _wrong_rows(self, runner: Runner) -> Iterator[str]:
+    def _wrong_rows(self, runner: PortRunner) -> Iterator[str]:
         if self.rows is None:
             return
         ratio = self.ratio(runner)
@@ -113,7 +113,7 @@ class Golden:
             if not np.array_equal(highest, self.highest):
                 yield f"{self!r}: the rows' highest tokens are {highest.tolist()}, expected {self.highest.tolist()}"
 
-    def _wrong_outcomes(self, runner: Runner) -> Iterator[str]:
+    def _wrong_outcomes(self, runner: PortRunner) -> Iterator[str]:
         for i, (candle, port) in enumerate(zip(self.outcomes, runner.outcomes, strict=True)):
             if (candle.error is None) != (port.error is None):
                 yield f"{self!r}: step {i} ended with {port.error!r}, expected {candle.error!r}"

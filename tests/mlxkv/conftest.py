@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import models
 import pytest
+from command import torch_python
 
 from mlxkv.engines import machine, process
+from oracle.formats import child
 
 machine.prepare("cpu")
 
@@ -48,25 +50,22 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_oracle(torch_python: Callable[..., list[str]]) -> Iterator[None]:
+def _warm_oracle() -> Iterator[None]:
     """What mlxkv starts as `python -m oracle` from this process is the warm one."""
-    real = process.Process.__init__
 
-    def warm(self: process.Process, arguments: list[str], **options: Any) -> None:
-        real(self, arguments, **options)
-        if arguments[0] == "oracle":
-            self.command = torch_python("-m", *arguments)
+    def warm(module: str, *arguments: str) -> list[str]:
+        if module == "oracle":
+            return torch_python("-m", module, *arguments)
+        return child.command(module, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process.Process, "__init__", warm)
+        patch.setattr(process, "child", SimpleNamespace(command=warm))
         yield
 
 
 @pytest.fixture(scope="session")
 def oracle_of(
-    folder_of: Callable[[str], Path],
-    torch_python: Callable[..., list[str]],
-    tmp_path_factory: pytest.TempPathFactory,
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """The oracle's run folder of a tiny model over models.SEQUENCE. Not to be written to."""
     made = tmp_path_factory.mktemp("oracle")
@@ -99,7 +98,7 @@ def default_checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def default_oracle(room: Path, torch_python: Callable[..., list[str]]) -> Path:
+def default_oracle(room: Path) -> Path:
     """The oracle's answer to the page's prompt, made by whichever half of the tests is first."""
     folder = room / "default-oracle"
     with alone(room / "default-oracle.lock", waiting=lambda: None):

@@ -213,7 +213,7 @@ def test_10_references_and_shallow_copies_taken_before_a_step_do_not_move(
     model, cache = model_of(), fresh(model_of())
     run(model, cache, models.ids(5))
     before = held(cache)
-    reference, snapshot, shallow = cache.layers[1].keys, cache.snapshot(), copy.copy(cache)
+    reference, snapshot, shallow = cache.layers[1].keys, cache.layers, copy.copy(cache)
 
     run(model, cache, [1], [2], [3])
     cache.crop(2)

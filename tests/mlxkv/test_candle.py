@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from candle_goldens import GOLDEN, TINY, Golden, goldens
 
-from mlxkv.engines.port import Runner
+from mlxkv.engines.port import PortRunner
 from mlxkv.port import cache as cache_module
 from mlxkv.port import llama, ops, rope
 from mlxkv.port.cache import Cache, Layer
@@ -146,9 +146,7 @@ MUTANTS: dict[str, tuple[Patch, str, str]] = {
         replaced(
             ops,
             "attention",
-            lambda real: (
-                lambda *given, scale, hidden: real(*given, scale=scale * 1.001, hidden=hidden)
-            ),
+            lambda real: lambda *given, scale, **rest: real(*given, scale=scale * 1.001, **rest),
         ),
         "tiny/gqa",
         "cached",
@@ -209,7 +207,7 @@ def test_a_port_that_errs_is_seen(
 def test_an_error_that_candle_does_not_raise_is_seen() -> None:
     (golden,) = (g for g in goldens("tiny/gqa") if g.name == "cached")
 
-    runner = Runner(tiny("gqa", "float32"), golden.plan, guarded=False)
+    runner = PortRunner(tiny("gqa", "float32"), golden.plan, guarded=False)
     runner.outcomes = [Outcome(error="too late")] * len(golden.plan.steps)
 
     assert len(golden.faults(runner)) == 2 + len(golden.plan.steps)

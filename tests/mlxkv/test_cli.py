@@ -20,7 +20,7 @@ import candle
 import models
 import numpy as np
 import pytest
-from command import Done, mlxkv, refused
+from command import mlxkv, refused, torch_python
 
 from oracle.formats import disk, trace
 from oracle.formats.plan import Call
@@ -29,23 +29,13 @@ from oracle.model.checkpoint import resolve
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
 
 
-def process(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {})
-    )
-
-
 @pytest.fixture(scope="module")
 def tiny(folder_of: Callable[[str], Path]) -> Path:
     return folder_of("gqa")
 
 
 @pytest.fixture(scope="module")
-def answer(
-    tiny: Path, torch_python: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def answer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An oracle folder of the tiny model."""
     folder = tmp_path_factory.mktemp("oracle") / "run"
     command = torch_python("-m", "oracle", "run", str(tiny), *TOKENS, "--out", str(folder))
@@ -261,21 +251,11 @@ def test_a_third_engine_stands_beside_the_port_and_the_oracle(
     ]
 
 
-def test_two_candidates_of_one_plan_are_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
-    one, two = answer / "reference-step.safetensors", tmp_path / "two.safetensors"
-    shutil.copy(one, two)
-    both = ("--candidate", one, "--candidate", two)
-    done = mlxkv("compare", tiny, "--oracle", answer, *both, "--out", tmp_path / "out")
-    refused(done, "two.safetensors: a second trace of plan 'step' beside", "give one of them")
-
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny" / "gqa"
 
 
 @pytest.fixture(scope="module")
-def golden(
-    torch_python: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, trace.Trace]:
+def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, trace.Trace]:
     """An oracle folder over the tokens of candle's cached plan, and candle's rows as a trace."""
     folder = tmp_path_factory.mktemp("golden") / "run"
     rows = candle.read(GOLDEN, "cached", fingerprint=resolve(str(GOLDEN)).fingerprint)
@@ -433,7 +413,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(
 ) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path)), "MLXKV_CACHE": str(tmp_path / "cache")}
     refused(
-        process("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env),
+        mlxkv("compare", tiny, *TOKENS, "--out", tmp_path / "out", env=env),
         f"{package} is not installed",
         extra,
     )
@@ -444,7 +424,7 @@ def test_a_comparison_with_a_given_folder_needs_no_torch(
     tiny: Path, answer: Path, tmp_path: Path, package: str
 ) -> None:
     env = {"PYTHONPATH": str(without(package, tmp_path))}
-    done = process("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
+    done = mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
     assert done.returncode == 0, done.stderr
 
 

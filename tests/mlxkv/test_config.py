@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import config_cases
 import models
 import numpy as np
 import pytest
@@ -26,8 +27,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxkv.port import rope
-from mlxkv.port.config.llama import HARMLESS, IGNORED, USED, ConfigError, LlamaConfig, Rope
+from mlxkv.port.config.keys import HARMLESS, IGNORED, USED
+from mlxkv.port.config.llama import ConfigError, LlamaConfig, Rope
 from mlxkv.port.config.rope import KEYS
+from oracle.formats.errors import Refusal
+from oracle.truth.config import read_config
 
 ROPE_KEYS = sorted({"type", "rope_type", "rope_theta"}.union(*KEYS.values()))
 
@@ -239,12 +243,26 @@ def test_another_activation_is_refused() -> None:
 # Keys that the port does not use.
 
 IGNORED_KEYS = """
-    _attn_implementation_autoset _name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
-    eos_token_id id2label initializer_range is_encoder_decoder is_llama_config label2id max_length num_labels output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict sliding_window temperature tokenizer_class top_k
-    top_p torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+    _name_or_path attention_dropout bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout id2label initializer_range is_llama_config label2id
+    length_penalty max_length max_new_tokens max_sequence_length max_window_layers min_length
+    model_max_length name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id seq_length sliding_window suppress_tokens
+    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
 """
 VALUES: list[Any] = [8, "x", True, None, [], {"a": 1}]
+
+
+def test_no_key_is_both_used_and_left_alone() -> None:
+    assert len({*USED, *IGNORED, *HARMLESS}) == len(USED) + len(IGNORED) + len(HARMLESS)
 
 
 def test_no_key_is_ignored_but_those_listed_here_and_each_for_a_reason() -> None:
@@ -252,24 +270,17 @@ def test_no_key_is_ignored_but_those_listed_here_and_each_for_a_reason() -> None
     assert all(len(reason) > 10 for reason in IGNORED.values())
 
 
-@pytest.mark.parametrize(
-    "key", sorted(set(IGNORED_KEYS.split()) - {"sliding_window", "is_encoder_decoder"})
-)
+@pytest.mark.parametrize("key", sorted(set(IGNORED_KEYS.split()) - {"sliding_window"}))
 def test_keys_of_no_effect_are_let_through_whatever_they_say(key: str) -> None:
     for value in VALUES:
         assert read(SMOLLM2, **{key: value}) == read(SMOLLM2)
         assert read(SMOLLM2, **{key: value}).notes == ()
 
 
-@pytest.mark.parametrize("value", [8, "x", True, 0, 0.0, "", [], {}])
+@pytest.mark.parametrize("value", [8, "x", True, 0, 0.0, "", [], {}, None, False])
 def test_an_unknown_key_is_refused_by_name(value: Any) -> None:
     expected = f"config.json: sliding_windows: expected no such key in a Llama config (it may change the model), got {value!r}"
     assert refusal(SMOLLM2, sliding_windows=value) == expected
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_an_unknown_key_that_is_switched_off_is_let_through(value: Any) -> None:
-    assert read(SMOLLM2, attention_sinks=value) == read(SMOLLM2)
 
 
 @pytest.mark.parametrize("key", ["rope_interleaved", "rope_traditional"])
@@ -377,11 +388,69 @@ def test_any_values_make_a_config_or_one_short_line(
         assert 0 < rope.attention_factor(found.rope) < np.inf
 
 
-def read_or_refused(value: dict[str, Any]) -> LlamaConfig | str:
+def read_or_refused(value: dict[str, Any], reader: Any = LlamaConfig.from_json) -> Any:
+    """What a reader makes of it, or its refusal."""
     try:
-        return LlamaConfig.from_json(value)
-    except ConfigError as error:
+        return reader(value)
+    except Refusal as error:
         return str(error)
+
+
+# The same files as the oracle's reader.
+
+
+@pytest.mark.parametrize("case", config_cases.TAKEN)
+def test_what_both_readers_take_is_taken(case: str) -> None:
+    assert isinstance(read_or_refused(config_cases.made(config_cases.TAKEN[case])), LlamaConfig)
+
+
+@pytest.mark.parametrize("case", [*config_cases.REFUSED, *config_cases.ONLY_THE_ORACLE_TAKES])
+def test_what_both_readers_refuse_is_refused(case: str) -> None:
+    changes = (config_cases.REFUSED | config_cases.ONLY_THE_ORACLE_TAKES)[case]
+    assert isinstance(read_or_refused(config_cases.made(changes)), str)
+
+
+def differs_without_effect(value: dict[str, Any]) -> bool:
+    """The known difference: an mscale that has no effect, in one object of two."""
+    old, new = value.get("rope_scaling"), value.get("rope_parameters")
+    keys = ("mscale", "mscale_all_dim")
+    both = isinstance(old, dict) and isinstance(new, dict)
+    return both and any(old.get(key) != new.get(key) for key in keys)
+
+
+@settings(max_examples=400, deadline=500)
+@given(
+    base=st.sampled_from([SMOLLM2, LLAMA32_1B, RESAVED, LLAMA2_7B, YARN]),
+    changes=st.dictionaries(st.sampled_from([*USED, *IGNORED, *HARMLESS, "x"]), ODD, max_size=3),
+    change=st.dictionaries(st.sampled_from(ROPE_KEYS), ODD, max_size=2),
+)
+def test_both_readers_accept_alike_or_both_refuse(
+    base: dict[str, Any], changes: dict[str, Any], change: dict[str, Any]
+) -> None:
+    value = base | changes
+    for key in ("rope_scaling", "rope_parameters"):
+        if change and isinstance(value.get(key), dict):
+            value[key] = value[key] | change
+    port, oracle = read_or_refused(value), read_or_refused(value, read_config)
+    if isinstance(port, str) or isinstance(oracle, str):
+        known = isinstance(port, str) and differs_without_effect(value)
+        assert isinstance(port, str) is isinstance(oracle, str) or known, (port, oracle)
+        return
+    assert (port.hidden_size, port.intermediate_size) == (oracle.hidden, oracle.mlp)
+    assert (port.num_attention_heads, port.num_key_value_heads) == (
+        oracle.n_heads,
+        oracle.n_kv_heads,
+    )
+    assert (port.num_hidden_layers, port.head_dim) == (oracle.n_layers, oracle.head_dim)
+    assert (port.vocab_size, port.max_position_embeddings) == (
+        oracle.vocab_size,
+        oracle.max_positions,
+    )
+    assert (port.rms_norm_eps, port.rope.theta) == (oracle.eps, oracle.theta)
+    assert port.tie_word_embeddings == oracle.tied
+    assert (port.attention_bias, port.mlp_bias) == (oracle.attention_bias, oracle.mlp_bias)
+    scaling = oracle.scaling
+    assert port.rope.rope_type == (type(scaling).__name__.lower() if scaling else "default")
 
 
 # Files.

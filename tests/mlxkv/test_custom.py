@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import models
 import numpy as np
 import own_llama
 import pytest
+from command import Done, mlxkv
 
 from mlxkv.engines import own as custom
 from oracle.formats.errors import Refusal
@@ -22,14 +21,11 @@ OWN = Path(own_llama.__file__)
 SEQUENCE = models.SEQUENCE
 
 
-def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", "compare", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
+def compare(*arguments: str | Path, **environment: str) -> Done:
+    return mlxkv("compare", *arguments, env=environment)
 
 
-def refused(done: subprocess.CompletedProcess[str], line: str) -> None:
+def refused(done: Done, line: str) -> None:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     last = [shown for shown in done.stderr.splitlines() if shown.startswith("error: ")]
     assert last == [f"error: {line}"], done.stderr
@@ -145,9 +141,9 @@ def at(what: str, error: str, line: str) -> str:
 SHAPE = "expected [1, 24, 40] of floats: batch, tokens, vocabulary"
 
 
-def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
+def run(file: Path, folder: Path, plan: Plan) -> custom.OwnRunner:
     source = custom.find(f"{file}:load")
-    return custom.Runner(
+    return custom.OwnRunner(
         custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40
     ).run()
 
@@ -156,16 +152,16 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.Runner:
     ("old", "new", "line"),
     [
         ("import json\n", "import jsno\n", at("import", "ModuleNotFoundError: No module named 'jsno'", "3 in <module>")),
-        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "63")),
+        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "77")),
         ("def load(", "def laod(", "mine.py:load: no function load in DIR/mine.py, expected load(path, dtype)"),
-        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "64 in load")),
+        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "78 in load")),
         ("def make_cache", "def new_cache", f"mine.py:load: a OwnLlama without make_cache(), {custom.CONVENTION}"),
         ("def __call__", "def call", f"mine.py:load: a OwnLlama without model(tokens, cache=cache), {custom.CONVENTION}"),
-        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "35 in make_cache")),
+        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "37 in make_cache")),
         (CACHE, "return 3", "mine.py:load: make_cache() gave a int, expected a list with one cache per layer"),
         (HEAD, "return mx.zeros(6).reshape(7)",
-         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "60 in __call__")),
-        (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "60 in __call__")),
+         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "74 in __call__")),
+        (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "74 in __call__")),
         (HEAD, f"{HEAD}[0]", f"{CALL} gave [24, 40] float32, {SHAPE}"),
         (HEAD, f"{HEAD}[:, -1:]", f"{CALL} gave [1, 1, 40] float32, {SHAPE}"),
         (HEAD, f"{HEAD}[..., :39]", f"{CALL} gave [1, 24, 39] float32, {SHAPE}"),
@@ -213,7 +209,7 @@ def test_an_error_within_what_the_file_calls_is_shown_where_the_file_called_it(
     )
     with pytest.raises(
         Refusal,
-        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:65 in load\); run it by itself",
+        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:79 in load\); run it by itself",
     ):
         run(mine, folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"])
 
@@ -302,5 +298,5 @@ def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     refused(
         done,
-        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "61 in __call__"),
+        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "75 in __call__"),
     )

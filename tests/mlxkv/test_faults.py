@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxkv.commands.selftest.faults import FAULTS, Fault, Place, applies
-from mlxkv.engines.port import Runner
+from mlxkv.engines.port import PortRunner
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
 from oracle.formats.plan import judged_plans
@@ -22,7 +22,7 @@ PLANS = judged_plans(models.ids(N), prompt=PROMPT, chunks=[CUT, PROMPT - CUT])
 
 
 def rows(model: Llama, plan: str) -> npt.NDArray[np.float64]:
-    return np.concatenate(Runner(model, PLANS[plan]).run().rows).astype(np.float64)
+    return np.concatenate(PortRunner(model, PLANS[plan]).run().rows).astype(np.float64)
 
 
 CASES = [

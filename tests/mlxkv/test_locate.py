@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
-from command import Done, mlxkv
+from command import Done, mlxkv, torch_python
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
@@ -48,25 +47,9 @@ def make(
     folder: Path, model: Path, *, taps: tuple[str, ...] = TAPS, env: dict[str, str] | None = None
 ) -> Path:
     tokens = ",".join(map(str, PROMPT))
-    command = [
-        sys.executable,
-        "-m",
-        "oracle",
-        "run",
-        str(model),
-        "--tokens",
-        tokens,
-        "--steps",
-        "7",
-        "--out",
-        str(folder),
-    ]
-    subprocess.run(
-        [*command, "--threads", "1", "--taps", ",".join(taps)],
-        check=True,
-        capture_output=True,
-        env=os.environ | (env or {}),
-    )
+    options = ["--tokens", tokens, "--steps", "7", "--threads", "1", "--taps", ",".join(taps)]
+    command = torch_python("-m", "oracle", "run", str(model), *options, "--out", str(folder))
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | (env or {}))
     return folder
 
 
@@ -145,26 +128,13 @@ def test_scores_of_a_prompt_that_goes_through_in_blocks_are_put_together(
         np.testing.assert_allclose(made.arrays[name], case.truth.arrays[name], rtol=0, atol=1e-12)
 
 
-def test_recording_changes_no_number_and_leaves_no_trace_even_after_an_error(
-    model_of: Callable[..., Llama],
-) -> None:
+def test_recording_changes_no_number(model_of: Callable[..., Llama]) -> None:
     model, plan = model_of("gqa", "float64"), plans.judged_plans(PROMPT, prompt=6)["full"]
-    functions, names = (llama.rotate, ops._softmax, Cache.extend), sorted(llama.parameters(model))
-    kinds = [
-        [type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)]
-        for layer in model.layers
-    ]
     before = port.run(model, plan)
     made, _ = taps.run(model, plan, before.meta)
     assert np.array_equal(made.logits, before.logits)
-    with pytest.raises(RuntimeError, match="stop"), taps.Recorder(model, 6):
-        raise RuntimeError("stop")
-    assert (llama.rotate, ops._softmax, Cache.extend) == functions
-    assert sorted(llama.parameters(model)) == names
-    assert [
-        [type(m) for m in (layer, layer.self_attn.o_proj, layer.mlp.down_proj)]
-        for layer in model.layers
-    ] == kinds
+    assert set(before.arrays) < set(made.arrays)
+    assert all(np.array_equal(made.arrays[name], before.arrays[name]) for name in before.arrays)
     assert np.array_equal(port.run(model, plan).logits, before.logits)
 
 
@@ -248,12 +218,12 @@ def residual(first: bool) -> Callable[[Llama, Patch], None]:
     def plant(model: Llama, patch: Patch) -> None:
         broken, real = model.layers[1], Block.__call__
 
-        def call(self: Block, x: mx.array, cache: Cache, start: int) -> mx.array:
+        def call(self: Block, x: mx.array, cache: Cache, start: int, tap: Any) -> mx.array:
             if self is not broken:
-                return real(self, x, cache, start)
-            attended = self.self_attn(self.input_layernorm(x), cache, start)
+                return real(self, x, cache, start, tap)
+            attended = self.self_attn(self.input_layernorm(x), cache, start, tap)
             x = attended if first else x + attended
-            out = self.mlp(self.post_attention_layernorm(x))
+            out = self.mlp(self.post_attention_layernorm(x), tap)
             return x + out if first else out
 
         patch.setattr(Block, "__call__", call)

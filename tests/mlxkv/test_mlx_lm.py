@@ -6,15 +6,16 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command
 import models
 import numpy as np
 import pytest
+from command import refused
 
 from mlxkv.engines import port
 from mlxkv.engines.job import Job
@@ -28,34 +29,20 @@ TOKENS = [3, 7, 11, 2, 19]
 SEQUENCE = models.SEQUENCE
 
 
-def compare(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def compare(*arguments: str | Path, **environment: str) -> command.Done:
     return mlxkv("compare", *arguments, **environment)
 
 
-def mlxkv(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
+def mlxkv(*arguments: str | Path, **environment: str) -> command.Done:
+    return command.mlxkv(*arguments, env=environment)
 
 
 def asked(folder: Path, out: Path) -> Path:
     """The oracle's run folder of a model."""
     ids = ",".join(map(str, SEQUENCE))
-    command = [
-        "oracle",
-        "run",
-        str(folder),
-        "--tokens",
-        ids,
-        "--prompt-tokens",
-        "5",
-        "--steps",
-        "0",
-        "--out",
-        str(out),
-    ]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    options = ["--tokens", ids, "--prompt-tokens", "5", "--steps", "0", "--out", str(out)]
+    line = command.torch_python("-m", "oracle", "run", str(folder), *options)
+    subprocess.run(line, check=True, capture_output=True)
     return out
 
 
@@ -498,13 +485,6 @@ def test_without_the_oracles_own_model_the_verdict_stands(
     )
     assert done.returncode == 1, done.stderr
     assert f"\nnote: the cause was not looked for: {str(gone)!r}: no such folder" in done.stdout
-
-
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert [word for word in words if word not in line] == [], line
 
 
 def test_an_unknown_engine_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:

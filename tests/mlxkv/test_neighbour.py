@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from command import Done, mlxkv, torch_python
 
 from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.compare.run import run
@@ -54,9 +54,7 @@ def made(room: Path) -> Path:
     place = room / "neighbours"
     with alone(room / "neighbours.lock", waiting=lambda: None):
         if not (place / "runs" / "windowed" / "manifest.json").exists():
-            subprocess.run(
-                [sys.executable, str(MAKER), str(place)], check=True, capture_output=True
-            )
+            subprocess.run(torch_python(str(MAKER), str(place)), check=True, capture_output=True)
     return place
 
 
@@ -243,11 +241,8 @@ def test_the_layer_is_read_from_keys_and_values(
 # As a person does it.
 
 
-def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxkv", *map(str, arguments)]
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
+def command(*arguments: str | Path, **environment: str) -> Done:
+    return mlxkv(*arguments, env=environment)
 
 
 def test_compare_asks_the_oracle_and_says_that_the_truth_is_missing(

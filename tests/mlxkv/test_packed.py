@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +15,7 @@ import models
 import numpy as np
 import numpy.typing as npt
 import pytest
+from command import Done, mlxkv, torch_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_models import quantised
@@ -24,8 +23,8 @@ from packed_models import quantised
 from mlxkv.commands.selftest.models import Tiny
 from mlxkv.engines import oracle, port
 from mlxkv.judge.case import read_case
-from mlxkv.judge.result import Verdict
 from mlxkv.judge.limits import SIGMA_NOISY
+from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.port import packed, weights
 from mlxkv.port.cache import Cache
@@ -77,7 +76,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = "import json, sys, oracle\nfor one in json.loads(sys.argv[1]):\n    oracle.run(**one, tokens=json.loads(sys.argv[2]), "
     code += "prompt_tokens=5, steps=0, threads=1)"
     subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asked), json.dumps(TOKENS)],
+        torch_python("-c", code, json.dumps(asked), json.dumps(TOKENS)),
         check=True,
         capture_output=True,
     )
@@ -280,9 +279,8 @@ def test_without_the_algebra_lane_nothing_is_said_of_it(room: Path) -> None:
     ]
 
 
-def run(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxkv", command, *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=os.environ)
+def run(command: str, *arguments: str | Path) -> Done:
+    return mlxkv(command, *arguments)
 
 
 def test_mlx_lm_reads_what_the_tests_write_and_agrees(room: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from synthetic import make_candidates, make_case, texts
 
-from mlxkv.judge.result import Curve
 from mlxkv.judge.limits import WORST
+from mlxkv.judge.result import Curve
 from mlxkv.judge.verdict import judge
 from mlxkv.report.plots import error_by_position
 

@@ -18,7 +18,7 @@ import pytest
 from mlxkv.engines import port
 from mlxkv.engines.job import Job
 from mlxkv.engines.job import read as read_job
-from mlxkv.engines.port import Runner
+from mlxkv.engines.port import PortRunner
 from mlxkv.engines.process import Process
 from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Llama
@@ -414,8 +414,8 @@ def test_unguarded_is_the_runners_caches_too(model_of: ModelOf) -> None:
     plan = Plan("p", (New("a"), Call("a", (1, 2), 0), Call("a", (3,), 0)))
 
     guarded, free = (
-        Runner(model_of(), plan).run(),
-        Runner(model_of(), replace(plan), guarded=False).run(),
+        PortRunner(model_of(), plan).run(),
+        PortRunner(model_of(), replace(plan), guarded=False).run(),
     )
 
     assert [o.error is None for o in guarded.outcomes] == [True, True, False]

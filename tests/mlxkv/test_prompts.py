@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import command
 import pytest
 from synthetic import PROMPT, make_algebra, make_candidates, make_case
 
@@ -28,15 +26,8 @@ from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 LINES = '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\n{"tokens": [5, 1, 8, 30], "name": "two"}\n'
 
 
-def mlxkv(*arguments: str | Path, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"MLXKV_CACHE": str(cache)} if cache else {})
-    return subprocess.run(
-        [sys.executable, "-m", "mlxkv", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
+def mlxkv(*arguments: str | Path, cache: Path | None = None) -> command.Done:
+    return command.mlxkv(*arguments, env={"MLXKV_CACHE": str(cache)} if cache else {})
 
 
 def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
@@ -48,7 +39,7 @@ def written(folder: Path, text: str, name: str = "prompts.jsonl") -> Path:
 @pytest.fixture(scope="module")
 def run(
     folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+) -> tuple[Path, command.Done]:
     """A comparison over two prompts."""
     folder = tmp_path_factory.mktemp("prompts")
     path = written(folder, LINES)
@@ -66,7 +57,7 @@ def run(
 
 
 def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
 ) -> None:
     folder, done = run
     assert done.returncode == 0, done.stderr
@@ -95,7 +86,7 @@ def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
 
 
 def test_the_terminal_has_a_line_for_each_and_names_the_worst(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
 ) -> None:
     folder, done = run
     worst = json.loads((folder / "out" / "compare.json").read_text())["worst"]
@@ -107,7 +98,7 @@ def test_the_terminal_has_a_line_for_each_and_names_the_worst(
 
 
 def test_a_prompt_among_others_is_judged_as_it_is_alone(
-    run: tuple[Path, subprocess.CompletedProcess[str]],
+    run: tuple[Path, command.Done],
     folder_of: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:

@@ -16,14 +16,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_ci_calls_the_very_test_command_that_readme_names() -> None:
-    (command,) = [
-        line for block in blocks("sh") for line in block.splitlines() if line.endswith("&& pytest")
-    ]
-    assert (
-        f"{{ {command}; }} || exit 1"
-        in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    )
+def test_ci_calls_the_very_commands_that_readme_names() -> None:
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    (tests,) = (line for line in lines if line.endswith("&& pytest"))
+    (checks,) = (line for line in lines if line.endswith("&& .ci/check"))
+    assert tests.removesuffix("pytest") == checks.removesuffix(".ci/check")
+    run, check = ((ROOT / ".ci" / name).read_text().splitlines() for name in ("run", "check"))
+    assert f"{{ {checks}; }} || exit 1" in run
+    assert check[-4:] == ["pytest", "ruff check .", "ruff format --check .", "mypy"]
 
 
 def test_the_python_example_runs_as_written(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from caches import refused, run
+from command import torch_python
 
 from mlxkv.engines import port
 from mlxkv.port.cache import Cache, CacheError
@@ -65,14 +65,16 @@ LENGTHS = (12, 40)
 TRUTH = """
 import json, sys
 import numpy as np
-from oracle import truth
-from oracle.checkpoint import resolve
-from oracle.config import config_of
+from oracle.model.checkpoint import resolve
+from oracle.truth import llama as truth
+from oracle.truth.config import config_of
+from oracle.truth.weights import Weights
 for name, folder, tokens, out in json.load(sys.stdin):
     checkpoint = resolve(folder)
     config = config_of(checkpoint)
-    weights = truth.Weights(checkpoint, dtype="float32")
-    streams = truth.follow(weights, config, tokens, segments={"full": [len(tokens)], "step": [5] + [1] * (len(tokens) - 5)})
+    weights = Weights(checkpoint, dtype="float32")
+    segments = {"full": [len(tokens)], "step": [5] + [1] * (len(tokens) - 5)}
+    streams = truth.follow(weights, config, tokens, segments=segments)
     logits = np.zeros((len(tokens), config.vocab_size))
     most, apart = truth.write_logits(streams, weights.head(config), logits)
     assert apart <= 1e-12 * most, name
@@ -106,7 +108,7 @@ def truths(
         for n in LENGTHS
     ]
     done = subprocess.run(
-        [sys.executable, "-c", TRUTH], input=json.dumps(asked), text=True, capture_output=True
+        torch_python("-c", TRUTH), input=json.dumps(asked), text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     return lambda name, n: np.load(root / f"{made[name].name}-{n}.npy")

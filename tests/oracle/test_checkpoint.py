@@ -11,7 +11,7 @@ from folders import CONFIG, INDEX, SHARDS, aged, arrays, folder_of, refused
 from safetensors.numpy import save_file
 
 from oracle.formats.errors import Refusal
-from oracle.model import safetensors as safetensors_file
+from oracle.model import fingerprint
 from oracle.model.checkpoint import require_llama, resolve
 
 
@@ -111,9 +111,9 @@ def test_a_hash_is_made_once_while_the_file_stays(
     folder = aged(folder_of(tmp_path / "tiny", SHARDS))
     first = resolve(str(folder)).fingerprint
     asked = []
-    hashed = safetensors_file._hashed
+    hashed = fingerprint._hashed
     monkeypatch.setattr(
-        safetensors_file,
+        fingerprint,
         "_hashed",
         lambda path, *rest: asked.append(path.name) or hashed(path, *rest),
     )

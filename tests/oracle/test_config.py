@@ -3,6 +3,7 @@
 import json
 import math
 
+import config_cases
 import models
 import pytest
 import torch
@@ -276,7 +277,7 @@ FEWER = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, Dynamic(4.0)),
         ({"rope_scaling": YARN}, Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
         (
-            {"rope_scaling": YARN | {"finetuned": True, "x": False, "y": None}},
+            {"rope_scaling": YARN | {"finetuned": True, "low_freq_factor": None}},
             Yarn(4.0, 32, 32.0, 1.0, True, 0.1 * math.log(4) + 1),
         ),
         ({"rope_scaling": FEWER}, Yarn(4.0, 128, 32.0, 1.0, True, 0.1 * math.log(4) + 1)),
@@ -489,6 +490,17 @@ def test_what_transformers_5_saves_of_it_is_read_as_the_same(values, tmp_path):
     assert read_config(saved) == read_config(values)
 
 
+@pytest.mark.parametrize("case", [*config_cases.TAKEN, *config_cases.ONLY_THE_ORACLE_TAKES])
+def test_what_both_readers_take_is_taken(case):
+    changes = (config_cases.TAKEN | config_cases.ONLY_THE_ORACLE_TAKES)[case]
+    assert isinstance(read_or_refused(config_cases.made(changes)), Config)
+
+
+@pytest.mark.parametrize("case", config_cases.REFUSED)
+def test_what_both_readers_refuse_is_refused(case):
+    assert isinstance(read_or_refused(config_cases.made(config_cases.REFUSED[case])), str)
+
+
 def test_a_key_that_was_taken_out_must_be_one_that_does_not_matter():
     config = models.config_of("mha")
     assert read_config(config, without=("auto_map",)) == read_config(config)
@@ -561,11 +573,10 @@ def test_what_cannot_change_a_logit_is_ignored_and_not_given_to_transformers():
         "attention_dropout": 0.1,
         "transformers.js_config": {"a": 1},
         "pad_token_id": 128004,
-        "foo": None,
     }
     config = models.config_of("mha") | other
     assert read_config(config) == read_config(models.config_of("mha"))
-    assert set(effective(config)) == set(models.config_of("mha")) | {"foo"}
+    assert set(effective(config)) == set(models.config_of("mha"))
 
 
 def test_the_weights_must_be_those_of_the_config(tmp_path):

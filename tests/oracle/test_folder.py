@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import oracle
-from oracle import answer, folder
+from oracle import folder
 from oracle.formats import disk, plan, run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.question import ask
+from oracle.truth import llama, record
 
 PROMPT = "The capital of France is"
 GENERATED = [
@@ -343,9 +344,12 @@ def test_a_number_that_is_not_finite_is_found(copy):
 @pytest.mark.parametrize(
     "asked", [{"steps": 6}, {"steps": 6, "taps": ("hidden",), "dtype": "float32"}]
 )
-def test_the_digest_of_the_inputs_is_known_before_the_run_and_without_torch(model, kept, asked):
+def test_the_digest_of_the_inputs_is_known_before_the_run(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
     assert question.digest() == run_folder.read_manifest(kept).inputs
+
+
+def test_the_digest_of_the_inputs_needs_no_torch():
     code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
     code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -411,7 +415,7 @@ def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(
         raise error
 
     before = {name: (copy / name).read_bytes() for name in names(copy)}
-    monkeypatch.setattr(answer, "write_truth", stop)
+    monkeypatch.setattr(record, "write", stop)
     for out in (copy, copy.parent / "new"):
         with pytest.raises(error):
             oracle.run(model, out=out, tokens=[1, 2], steps=2, threads=1, force=True)
@@ -420,10 +424,8 @@ def test_a_run_that_is_stopped_leaves_nothing_new_and_the_old_folder_as_it_was(
 
 
 def test_a_failed_proof_is_written_down_and_fails_the_check(model, tmp_path, monkeypatch):
-    right = answer.truth.rms_norm
-    monkeypatch.setattr(
-        answer.truth, "rms_norm", lambda x, weight, eps: right(x, weight, 1.1 * eps)
-    )
+    right = llama.rms_norm
+    monkeypatch.setattr(llama, "rms_norm", lambda x, weight, eps: right(x, weight, 1.1 * eps))
     manifest = oracle.run(model, out=tmp_path / "out", tokens=models.tokens(6), steps=3, threads=1)
     assert manifest.proofs["truth_agreement"] < 1e-13
     assert manifest.proofs["transformers_double"] > 3e-6

@@ -11,6 +11,7 @@ from oracle.formats import trace
 from oracle.model.checkpoint import resolve
 from oracle.truth import llama as truth
 from oracle.truth.config import read_config
+from oracle.truth.weights import Weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAN = {"float32": "cached", "float16": "cached-float16"}
@@ -41,7 +42,7 @@ def test_the_noise_of_the_tiny_goldens_is_candles_distance_from_the_truth(layout
     rows, tokens = cached(folder, dtype)
     checkpoint = resolve(str(folder))
     config = read_config(checkpoint.config)
-    weights = truth.Weights(checkpoint, dtype=dtype)
+    weights = Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, tokens, segments={"full": [len(tokens)]})
     true = np.zeros((len(tokens), config.vocab_size))
     truth.write_logits(streams, weights.head(config), true)

@@ -81,10 +81,7 @@ def test_a_neighbours_folder_says_that_it_has_no_truth(made, name):
     assert 1e-9 < manifest.proofs["members_apart"] < 2e-6
     assert 1e-9 < manifest.proofs["mean_double"] < 2e-6
     shown = folder.show(made / "runs" / name)
-    assert (
-        f"\nmeasure      the mean of transformers' {', '.join(manifest.pool)} ("
-        in shown
-    )
+    assert f"\nmeasure      the mean of transformers' {', '.join(manifest.pool)} (" in shown
     assert shown.count("\nproof        ") == 2
 
 
@@ -168,10 +165,7 @@ def test_a_kind_of_attention_that_is_not_the_models_own_is_left_out(copied, tmp_
 def test_a_cache_that_drops_rows_is_not_kept(made):
     run = made / "runs" / "windowed"
     found = trace.read(run / "mean.safetensors")
-    assert (
-        found.meta.no_cache
-        == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
-    )
+    assert found.meta.no_cache == f"layer 0 of transformers' cache keeps 7 of {len(TOKENS)} tokens"
     assert not [name for name in found.arrays if name.startswith("kv/")]
     folder.check(run)
 
@@ -282,9 +276,7 @@ def test_no_code_of_a_checkpoint_is_run_and_no_pickle_opened(copied, tmp_path):
     )
     (place / "pytorch_model.bin").write_bytes(b"not a pickle")
     assert "auto_map" in refused(place)
-    assert asked(place, tmp_path, ignore_keys=["auto_map"]).ignored_keys == [
-        "auto_map"
-    ]
+    assert asked(place, tmp_path, ignore_keys=["auto_map"]).ignored_keys == ["auto_map"]
     assert not (tmp_path / "ran").exists()
 
 
@@ -298,7 +290,7 @@ def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
     with pytest.raises(Refusal, match=r"taps: 'q', expected some of hidden$"):
         asked(place, tmp_path, taps=["q"])
     with pytest.raises(Refusal, match="model_type is 'phi3', expected 'llama'"):
-        folder.follow(str(place), plans=[], out=tmp_path)
+        folder.follow(str(place), plan_files=[], out=tmp_path)
     with pytest.raises(Refusal, match="expected at most 64 "):
         asked(place, tmp_path, tokens=TOKENS, prompt_tokens=None, steps=60)
 

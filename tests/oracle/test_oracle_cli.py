@@ -220,7 +220,7 @@ def test_everything_works_where_mlx_cannot_be_imported_and_an_interrupt_leaves_n
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_warm_oracle_of_the_tests_computes_what_a_cold_one_does(model, tmp_path, torch_python):
+def test_the_warm_oracle_of_the_tests_computes_what_a_cold_one_does(model, tmp_path):
     def files(*python):
         arguments = ["run", model, "--tokens", "5,6,7,8,9", "--steps", "12", "--keep-pool"]
         done = subprocess.run(
@@ -230,7 +230,7 @@ def test_the_warm_oracle_of_the_tests_computes_what_a_cold_one_does(model, tmp_p
         manifest = run_folder.read_manifest(tmp_path / "out")
         return done.returncode, done.stdout, done.stderr, manifest
 
-    cold, warm = files(sys.executable), files(*torch_python())
+    cold, warm = files(sys.executable), files(*command.torch_python())
     assert cold[0] == 0
     assert cold[3].environment["threads"] == os.cpu_count()
     assert warm == cold

@@ -19,6 +19,7 @@ from oracle.pool.neighbour import neighbour_of
 from oracle.truth import llama as truth
 from oracle.truth import unpack as dequantise
 from oracle.truth.config import check_weights, config_of
+from oracle.truth.weights import DTYPES, Weights
 
 # By bits: words written by hand, and the numbers in them, whole. Numbers of 3, 5 and 6 bits lie across bytes and words.
 WORDS: dict[int, tuple[list[int], list[int]]] = {
@@ -146,9 +147,7 @@ def test_each_group_of_each_row_has_its_own_scale_and_bias() -> None:
 def test_the_truth_is_given_the_exact_product_and_sum(tmp_path: Path, bits: int, size: int) -> None:
     tensors = packed_tensors(config_for(), bits=bits, size=size)
     said = {"group_size": size, "bits": bits}
-    weights = truth.Weights(
-        resolve(str(make(tmp_path / "m", tensors, said, said))), dtype="float32"
-    )
+    weights = Weights(resolve(str(make(tmp_path / "m", tensors, said, said))), dtype="float32")
     for name in ("model.embed_tokens.weight", "model.layers.2.self_attn.k_proj.weight"):
         expected = formula(tensors, name, bits=bits)
         assert torch.equal(weights(name), expected)
@@ -160,7 +159,7 @@ def test_scales_and_biases_are_rounded_to_the_runs_dtype_and_what_they_unpack_to
     tmp_path: Path,
 ) -> None:
     tensors = packed_tensors(config_for(), stored=torch.float32)
-    weights = truth.Weights(resolve(str(make(tmp_path / "m", tensors))), dtype="bfloat16")
+    weights = Weights(resolve(str(make(tmp_path / "m", tensors))), dtype="bfloat16")
     expected = formula(tensors, f"{UP}.weight", bits=4, dtype=torch.bfloat16)
     assert torch.equal(weights(f"{UP}.weight"), expected)
     assert not torch.equal(expected, formula(tensors, f"{UP}.weight", bits=4))
@@ -171,7 +170,7 @@ def proof(checkpoint: Checkpoint, dtype: str) -> float:
     """The truth's second proof, as a share of its limit."""
     from oracle.answer import PROOF_LIMITS
 
-    config, weights = config_of(checkpoint), truth.Weights(checkpoint, dtype=dtype)
+    config, weights = config_of(checkpoint), Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, TOKENS, segments={"full": [len(TOKENS)]})
     out = np.zeros((len(TOKENS), config.vocab_size))
     most, _ = truth.write_logits(streams, weights.head(config), out)
@@ -197,16 +196,16 @@ def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_o
     assert "model.layers.0.mlp.down_proj.weight" not in checkpoint.packed
     assert 0 < proof(checkpoint, dtype) < 1
     loaded = dict(reference.Reference(checkpoint, dtype=dtype)._model.named_parameters())
-    rounded = formula(tensors, f"{UP}.weight", bits=4).to(truth.DTYPES[dtype])
+    rounded = formula(tensors, f"{UP}.weight", bits=4).to(DTYPES[dtype])
     assert torch.equal(loaded[f"{UP}.weight"], rounded)
     assert not torch.equal(rounded.double(), formula(tensors, f"{UP}.weight", bits=4))
-    right = truth.Weights._unpacked
+    right = Weights._unpacked
 
     def rounded_truth(*given: Any) -> torch.Tensor:
-        return right(*given).to(truth.DTYPES["bfloat16"]).double()
+        return right(*given).to(DTYPES["bfloat16"]).double()
 
-    exact = {name: truth.Weights(checkpoint, dtype=dtype)(name) for name in checkpoint.packed}
-    monkeypatch.setattr(truth.Weights, "_unpacked", rounded_truth)
+    exact = {name: Weights(checkpoint, dtype=dtype)(name) for name in checkpoint.packed}
+    monkeypatch.setattr(Weights, "_unpacked", rounded_truth)
     monkeypatch.setattr(reference, "Weights", lambda *_, **__: exact.__getitem__)
     assert proof(checkpoint, dtype) > 1
 
@@ -245,7 +244,7 @@ def test_a_weight_that_config_json_names_has_its_own_bits_or_is_plain(tmp_path: 
     assert (found.packed[f"{UP}.weight"].bits, found.packed[f"{UP}.weight"].shape) == (8, (96, 64))
     assert f"{down}.weight" not in found.packed
     assert torch.equal(
-        truth.Weights(found, dtype="float32")(f"{UP}.weight"),
+        Weights(found, dtype="float32")(f"{UP}.weight"),
         formula(tensors, f"{UP}.weight", bits=8),
     )
 
@@ -461,7 +460,7 @@ def test_scales_and_biases_that_are_not_finite_are_named(
     with pytest.raises(
         Refusal, match=rf"up_proj\.{part}: not finite in {dtype}, expected finite weights"
     ):
-        truth.Weights(checkpoint, dtype=dtype)(f"{UP}.weight")
+        Weights(checkpoint, dtype=dtype)(f"{UP}.weight")
     with pytest.raises(Refusal, match=rf"up_proj\.{part}: not finite in {dtype}"):
         reference.Reference(checkpoint, dtype=dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from command import Done, oracle
+from command import Done, oracle, torch_python
 from command import refused as refused_at_once
 from folders import INDEX, SHARDS, folder_of
 from folders import refused as refused_model
@@ -190,9 +191,7 @@ def test_paths_may_hold_spaces_and_other_alphabets_and_lines(model: Path, tmp_pa
     refused(oracle("show", tmp_path / f"no {name}"), "cannot be read")
 
 
-def test_a_path_that_is_no_text_is_refused_or_shown(
-    model: Path, tmp_path: Path, torch_python: Callable[..., list[str]]
-) -> None:
+def test_a_path_that_is_no_text_is_refused_or_shown(model: Path, tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     shutil.copytree(model, odd)
     refused(
@@ -426,7 +425,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(
 def test_a_folder_goes_with_a_signal_that_comes_as_soon_as_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    owner = {"mkdir": Path, "open": disk.os, "flock": disk.fcntl}[moment]
+    owner = {"mkdir": Path, "open": os, "flock": fcntl}[moment]
     real = getattr(owner, moment)
 
     def stopped(*arguments: object, **options: object) -> None:

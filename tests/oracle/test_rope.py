@@ -19,6 +19,7 @@ from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.truth import llama as truth
 from oracle.truth.config import effective, read_config
+from oracle.truth.weights import Weights
 
 ORIGINAL = 16
 PAIRS = 8
@@ -109,7 +110,7 @@ def checkpoints(tmp_path_factory):
 def proof(checkpoint, n, config=None):
     """The second proof's value for n tokens."""
     config = config or read_config(checkpoint.config)
-    weights, tokens = truth.Weights(checkpoint, dtype="float32"), models.tokens(n)
+    weights, tokens = Weights(checkpoint, dtype="float32"), models.tokens(n)
     out = np.zeros((n, config.vocab_size))
     truth.write_logits(
         truth.follow(weights, config, tokens, segments={"full": [n]}), weights.head(config), out

@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle import answer
 from oracle.answer import PROOF_LIMITS
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
@@ -19,8 +18,10 @@ from oracle.formats.plan import judged_plans
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.truth import llama as truth
+from oracle.truth import record
 from oracle.truth.config import Config, read_config
 from oracle.truth.rope import Llama3
+from oracle.truth.weights import Weights
 
 N = 24
 TOKENS = models.tokens(N)
@@ -40,10 +41,20 @@ def checkpoints(tmp_path_factory):
     return {name: resolve(str(folder)) for name, folder in made.items()}
 
 
+class Changed(Weights):
+    """Weights of which each tensor goes through `change(name, tensor)`."""
+
+    change = staticmethod(lambda name, tensor: tensor)
+
+    def __call__(self, name, **rows):
+        return self.change(name, super().__call__(name, **rows))
+
+
 def logits(checkpoint, config=None, *, tokens=TOKENS, segments=None, dtype="float32", change=None):
     """(n, V) logits, and how far any way of following the tokens is from the first."""
     config = config or read_config(checkpoint.config)
-    weights = truth.Weights(checkpoint, dtype=dtype, change=change)
+    weights = Changed(checkpoint, dtype=dtype)
+    weights.change = change or weights.change
     streams = truth.follow(weights, config, tokens, segments=segments or {"full": [len(tokens)]})
     out = np.zeros((len(tokens), config.vocab_size))
     most, apart = truth.write_logits(streams, weights.head(config), out)
@@ -259,8 +270,8 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     config = read_config(checkpoint.config)
     plan = judged_plans(TOKENS, prompt=5)["full"]
     shapes = config.taps(N)
-    weights = truth.Weights(checkpoint, dtype="float32")
-    answer.write_truth(
+    weights = Weights(checkpoint, dtype="float32")
+    record.write(
         tmp_path / "t.safetensors",
         weights,
         config,

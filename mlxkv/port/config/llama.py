@@ -1,7 +1,8 @@
 """config.json -> LlamaConfig. Every key is used, ignored by name with a reason, or refused by name.
 
-The names are Hugging Face's, since this is the border; the model has shorter ones. Where a key is absent and
-transformers' LlamaConfig would fill in a value silently, the same value is taken and `defaults` says so.
+The names are Hugging Face's, since this is the border; the model has shorter ones. Where a key is
+absent and transformers' LlamaConfig would fill in a value silently, the same value is taken and
+`defaults` says so.
 """
 
 from __future__ import annotations
@@ -12,84 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.port.config.rope import ORIGINAL, Rope, read_rope
+from mlxkv.port.config.keys import HARMLESS, IGNORED, SIZES, USED, is_one_of
+from mlxkv.port.config.rope import Rope, read_rope
 from mlxkv.port.config.values import ConfigError, Values
+from oracle.formats.errors import one_line
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
-SIZES = {
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "num_hidden_layers": 10_000,
-    "num_attention_heads": 10_000,
-    "vocab_size": 2**24,
-    "max_position_embeddings": 2**24,
-    "num_key_value_heads": 10_000,
-    "head_dim": 2**16,
-}
-"""The largest of each that is believed: what a damaged or hostile file says must not be made, nor looped over."""
-
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
-USED = (
-    *SIZES,
-    *_FLAGS,
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    ORIGINAL,
-    "rms_norm_eps",
-    "hidden_act",
-    "model_type",
-)
-
-IGNORED = {
-    "architectures": "model_type decides",
-    "torch_dtype": "weights are cast to the run's dtype",
-    "dtype": "weights are cast to the run's dtype",
-    "use_cache": "the cache given to a call decides",
-    "attention_dropout": "dropout acts in training only",
-    "initializer_range": "used when weights are made, not when they are loaded",
-    "pretraining_tp": "only splits the same products",
-    "sliding_window": "Llama has none, in transformers too",
-    "bos_token_id": "the tokenizer decides",
-    "eos_token_id": "greedy runs have a fixed length",
-    "pad_token_id": "there is no padding",
-    "is_llama_config": "a mark that changes nothing",
-    "transformers_version": "says who wrote the file",
-    "unsloth_version": "says who wrote the file",
-    "unsloth_fixed": "says who wrote the file",
-    "transformers.js_config": "for another runtime",
-    "_name_or_path": "says where the file came from",
-    "_attn_implementation_autoset": "chooses an implementation, not a result",
-    "chunk_size_feed_forward": "only splits the same products",
-    "is_encoder_decoder": "false for every Llama",
-    "output_attentions": "asks for more output",
-    "output_hidden_states": "asks for more output",
-    "return_dict": "the form of transformers' output",
-    "id2label": "labels of classifiers",
-    "label2id": "labels of classifiers",
-    "num_labels": "labels of classifiers",
-    "problem_type": "labels of classifiers",
-    "tokenizer_class": "the tokenizer decides",
-    "max_length": "for generation",
-    "temperature": "for generation",
-    "top_k": "for generation",
-    "top_p": "for generation",
-}
-
-# Keys that a Llama may carry only with a value that changes nothing.
-HARMLESS: dict[str, Any] = {
-    "rope_interleaved": False,
-    "rope_traditional": False,
-    "is_encoder_decoder": False,
-    "partial_rotary_factor": 1.0,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama. `defaults` are the values filled in for absent keys, `notes` the keys ignored, and why."""
+    """The shape of a Llama.
+
+    `defaults` are the values filled in for absent keys, `notes` say which keys were ignored that a
+    reader might miss, and why.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -109,12 +48,9 @@ class LlamaConfig:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> LlamaConfig:
-        """The port's own reading of a checkpoint's config."""
-        return cls.from_json(
-            checkpoint.model_config,
-            where=str(checkpoint.folder / "config.json"),
-            without=checkpoint.without,
-        )
+        """The port's own reading of a checkpoint's config; raises ConfigError."""
+        where = str(checkpoint.folder / "config.json")
+        return cls.from_json(checkpoint.model_config, where=where, without=checkpoint.without)
 
     @classmethod
     def from_file(cls, path: Path) -> LlamaConfig:
@@ -122,11 +58,13 @@ class LlamaConfig:
         try:
             value = json.loads(path.read_bytes())
         except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); a model folder holds a config.json"
-            ) from error
+            what, remedy = (
+                f"cannot be read ({error.strerror})",
+                "a model folder holds a config.json",
+            )
+            raise ConfigError(what, where=path, remedy=remedy) from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not JSON ({' '.join(str(error).split())})") from error
+            raise ConfigError(f"not JSON ({one_line(error, 300)})", where=path) from error
         return cls.from_json(value, where=str(path))
 
     @classmethod
@@ -135,46 +73,41 @@ class LlamaConfig:
     ) -> LlamaConfig:
         """The config in a decoded config.json, or a ConfigError that starts with `where`.
 
-        `without` names keys that a person took out of it; refused where the model depends on one.
+        `without` names keys that a person took out of it; refused if the model depends on one.
         """
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a JSON object, got {type(value).__name__}")
+            what = f"expected a JSON object, got {type(value).__name__}"
+            raise ConfigError(what, where=where)
         for key in without:
             if key in USED or key in HARMLESS:
-                raise ConfigError(
-                    f"{where}: {key}: expected it to be read, got --ignore-key {key}; the model depends on it"
-                )
+                what = f"expected it to be read, got --ignore-key {key}"
+                remedy = "the model depends on it"
+                raise ConfigError(what, where=f"{where}: {key}", remedy=remedy)
         values = Values(value, where)
         _check_keys(values)
         return _read(values)
 
 
 def _check_keys(values: Values) -> None:
-    if values.value.get("model_type") != "llama":
-        raise values.error(
-            "model_type",
-            "'llama' (the port knows no other architecture)",
-            values.value.get("model_type"),
-        )
-    if values.value.get("hidden_act") is None:
+    given = values.value
+    if given.get("model_type") != "llama":
+        expected = "'llama' (the port knows no other architecture)"
+        raise values.error("model_type", expected, given.get("model_type"))
+    if given.get("hidden_act") is None:
         values.filled("hidden_act", "silu")
-    elif values.value["hidden_act"] != "silu":
-        raise values.error("hidden_act", "'silu'", values.value["hidden_act"])
-    for key, value in values.value.items():
+    elif not is_one_of(given["hidden_act"], ("silu", "swish")):  # transformers' two names of it
+        raise values.error("hidden_act", "'silu'", given["hidden_act"])
+    for key, value in given.items():
         if key in HARMLESS:
-            alike = (
-                isinstance(value, bool) == isinstance(HARMLESS[key], bool)
-                and value == HARMLESS[key]
-            )
-            if value is not None and not alike:
-                raise values.error(key, f"{HARMLESS[key]} (another value changes the model)", value)
+            if value is not None and not is_one_of(value, HARMLESS[key]):
+                expected = f"{HARMLESS[key][0]} (another value changes the model)"
+                raise values.error(key, expected, value)
         elif key in IGNORED:
             if key == "sliding_window" and value is not None:
                 values.remarks.append(f"{key} {value!r:.40} ignored: {IGNORED[key]}")
-        elif key not in USED and value is not None and value is not False:
-            raise values.error(
-                key, "no such key in a Llama config (it may change the model)", value
-            )
+        elif key not in USED:
+            expected = "no such key in a Llama config (it may change the model)"
+            raise values.error(key, expected, value)
 
 
 def _read(values: Values) -> LlamaConfig:
@@ -182,21 +115,17 @@ def _read(values: Values) -> LlamaConfig:
     hidden, heads = required["hidden_size"], required["num_attention_heads"]
     kv_heads = values.size("num_key_value_heads", most=SIZES["num_key_value_heads"], default=heads)
     if heads % kv_heads:
-        raise values.error(
-            "num_key_value_heads", f"a divisor of num_attention_heads {heads}", kv_heads
-        )
-    head_dim = _head_dim(values, hidden, heads)
+        divisor = f"a divisor of num_attention_heads {heads}"
+        raise values.error("num_key_value_heads", divisor, kv_heads)
+    head_dim, positions = _head_dim(values, hidden, heads), required["max_position_embeddings"]
     eps = values.value.get("rms_norm_eps")
+    eps = values.filled("rms_norm_eps", 1e-6) if eps is None else eps
     return LlamaConfig(
         **required,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=values.number(
-            "rms_norm_eps", values.filled("rms_norm_eps", 1e-6) if eps is None else eps, above=0.0
-        ),
-        rope=read_rope(
-            values, max_positions=required["max_position_embeddings"], head_dim=head_dim
-        ),
+        rms_norm_eps=values.number("rms_norm_eps", eps, above=0.0),
+        rope=read_rope(values, max_positions=positions, head_dim=head_dim),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
         attention_bias=values.flag("attention_bias"),
         mlp_bias=values.flag("mlp_bias"),
@@ -207,15 +136,12 @@ def _read(values: Values) -> LlamaConfig:
 
 def _head_dim(values: Values, hidden: int, heads: int) -> int:
     if values.value.get("head_dim") is None and hidden % heads:
-        raise values.error(
-            "head_dim",
-            f"a value, since hidden_size {hidden} is no multiple of num_attention_heads {heads}",
-            None,
-        )
+        why = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        raise values.error("head_dim", f"a value, since {why}", None)
     head_dim = values.size("head_dim", most=SIZES["head_dim"], default=hidden // heads)
     if head_dim % 2:
         raise values.error("head_dim", "an even number (RoPE turns pairs)", head_dim)
     return head_dim
 
 
-__all__ = ["HARMLESS", "IGNORED", "SIZES", "USED", "ConfigError", "LlamaConfig", "Rope"]
+__all__ = ["ConfigError", "LlamaConfig", "Rope"]

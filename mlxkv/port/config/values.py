@@ -1,4 +1,7 @@
-"""The values of a config.json, checked as they are taken out of it; each refusal names file, key, expected and found."""
+"""The values of a config.json, checked as they are taken out of it.
+
+Each refusal names the file, the key, what was expected and what was found.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from typing import Any
 from oracle.formats.errors import Refusal
 
 LARGEST = 1e30
-"""Of any number; float32 holds it and its products with a few others."""
+"""The largest number that is believed; float32 holds it and its products with a few others."""
 
 
 class ConfigError(Refusal):
-    """A config.json that the port cannot follow exactly; one line that names file, key, expected and found."""
+    """A config.json that the port cannot follow exactly."""
 
 
 class Values:
-    """A config.json's object; collects the defaults that were filled in, and remarks on what was ignored."""
+    """A config.json's object; collects the defaults filled in, and remarks on what was ignored."""
 
     def __init__(self, value: Mapping[str, Any], where: str) -> None:
         self.value, self.where = value, where
@@ -24,7 +27,7 @@ class Values:
         self.remarks: list[str] = []
 
     def filled(self, key: str, value: Any) -> Any:
-        """The value that transformers takes too where the key is absent; remembered, so that it can be shown."""
+        """The value that transformers takes too where the key is absent; it is remembered."""
         self.defaults.append((key, value))
         return value
 
@@ -57,14 +60,11 @@ class Values:
     def number(
         self, key: str, value: Any, *, above: float | None = None, least: float | None = None
     ) -> float:
-        """A number up to LARGEST, above or from a bound."""
+        """A number up to LARGEST, above one bound or from another."""
         expected = f"a number above {above:g}" if above is not None else f"a number from {least:g}"
-        kind = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            not kind
-            or not value <= LARGEST
-            or (not value > above if above is not None else not value >= least)
-        ):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value <= LARGEST:
+            raise self.error(key, expected, value)
+        if (above is not None and not value > above) or (least is not None and not value >= least):
             raise self.error(key, expected, value)
         return float(value)
 
@@ -81,19 +81,14 @@ class Values:
         """The one value that stands in several places; None where it stands in none."""
         given = [v for v in values if v is not None]
         if any(v != given[0] or isinstance(v, bool) != isinstance(given[0], bool) for v in given):
-            raise self.refusal(
-                key, "one value", " and ".join(_shown(v) for v in given) + " in different places"
-            )
+            found = " and ".join(repr(v)[:120] for v in given)
+            raise self.refusal(key, "one value", f"{found} in different places")
         return given[0] if given else None
 
     def error(self, key: str, expected: str, found: Any) -> ConfigError:
         """The refusal of a value."""
-        return self.refusal(key, expected, _shown(found))
+        return self.refusal(key, expected, repr(found)[:120])
 
     def refusal(self, key: str, expected: str, found: str) -> ConfigError:
-        """The refusal of what is told in words."""
-        return ConfigError(f"{self.where}: {key}: expected {expected}, got {found[:160]}")
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:120]
+        """The refusal of what is described in words."""
+        return ConfigError(f"expected {expected}, got {found[:160]}", where=f"{self.where}: {key}")

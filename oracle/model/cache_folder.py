@@ -1,0 +1,64 @@
+"""The user's cache folder: what is kept from one run to the next, such as converted models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from oracle.formats.disk import own_folder
+from oracle.formats.errors import Refusal
+
+
+def cache_dir() -> Path:
+    """MLXKV_CACHE, or the user's cache folder for mlxkv."""
+    named = os.environ.get("MLXKV_CACHE")
+    if named:
+        return Path(named).expanduser()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("mlxkv"))
+
+
+def part(name: str) -> Path:
+    """A folder within the cache folder, made if it is missing."""
+    folder = cache_dir() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of a converted model. If it is missing, `make` fills it, beside it until whole."""
+    models = part("models")
+    folder = models / name
+    if folder.is_dir():
+        return folder
+    try:
+        with own_folder(models, prefix=f".{name}.") as scratch:
+            made = scratch / "model"
+            made.mkdir()
+            make(made)
+            _rename(made, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _rename(made: Path, folder: Path) -> None:
+    try:
+        made.rename(folder)
+    except OSError:
+        # Another process was first. What it made has the same bytes.
+        if not folder.is_dir():
+            raise
+
+
+def _unwritable(folder: Path, error: OSError) -> Refusal:
+    return Refusal(
+        f"cannot be written ({error.strerror or error})",
+        where=folder,
+        remedy="name another cache folder in MLXKV_CACHE or free some space",
+    )

@@ -1,0 +1,83 @@
+"""The truth of a plan of one call, written as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oracle.formats import trace
+from oracle.formats.plan import Call, Plan
+from oracle.formats.progress import Progress, silent
+from oracle.formats.tensors import Shapes
+from oracle.truth import llama
+from oracle.truth.config import Config
+from oracle.truth.weights import Weights
+
+
+def write(
+    path: Path,
+    weights: Weights,
+    config: Config,
+    *,
+    plan: Plan,
+    segments: Mapping[str, Sequence[int]],
+    taps: frozenset[str] = frozenset({"hidden"}),
+    environment: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+) -> tuple[float, float]:
+    """Writes the trace of `plan`, followed as `segments` say, the first of them whole.
+
+    Returns max |T|, and the largest difference of a logit between the first way and any other.
+    """
+    call = plan.steps[-1]
+    if not isinstance(call, Call) or len(plan.steps) > 2:
+        has = f"plan {plan.name!r} has {len(plan.steps)} steps"
+        raise ValueError(f"truth: {has}, expected one call on a new cache")
+    names = {kind: f"kv/{call.cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
+    names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
+    meta = _meta(weights, plan, dict(environment or {}))
+    with trace.writer(path, meta, _shapes(config, len(call.tokens), names)) as out:
+
+        def sink(i: int, seen: dict[str, Any]) -> None:
+            for key, tensor in seen.items():
+                out.arrays[names[key].format(i)][...] = tensor.numpy()
+
+        streams = llama.follow(
+            weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress
+        )
+        most, apart = llama.write_logits(streams, weights.head(config), out.arrays["logits"])
+        out.arrays["positions"][...] = np.arange(len(call.tokens))
+        out.arrays["steps"][...] = len(plan.steps) - 1
+        out.finish(meta.to_json())
+    return most, apart
+
+
+def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
+    """The trace's arrays; `names` are those of each layer, to be formatted with its number."""
+    kv, taps = (config.n_kv_heads, n, config.head_dim), config.taps(n)
+    arrays: dict[str, tuple[type, tuple[int, ...]]] = {
+        "positions": (np.int32, (n,)),
+        "steps": (np.int32, (n,)),
+        "logits": (np.float64, (n, config.vocab_size)),
+    }
+    for key, name in names.items():
+        for i in range(config.n_layers):
+            arrays[name.format(i)] = (np.float64, taps.get(key, kv))
+    return arrays
+
+
+def _meta(weights: Weights, plan: Plan, environment: dict[str, Any]) -> trace.Meta:
+    return trace.Meta(
+        plan=plan,
+        engine="truth",
+        engine_version=str(environment.get("torch", "")),
+        dtype="float64",
+        weights_dtype=weights.dtype,
+        fingerprint=weights.checkpoint.fingerprint,
+        config_digest=weights.checkpoint.config_digest,
+        outcomes=[trace.Outcome() for _ in plan.steps],
+        environment=environment,
+    )

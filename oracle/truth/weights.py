@@ -1,0 +1,84 @@
+"""A checkpoint's tensors in float64, one at a time, after rounding to the run's dtype.
+
+The weights are rounded first so that arithmetic is judged and not their rounding. Of packed weights
+the scales and biases are what is stored and rounded. What they unpack to is left exact, since every
+engine rounds that in its own way or not at all: it is arithmetic, and the pool's rounding of it is
+part of the noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import Checkpoint
+from oracle.model.packing import Packed
+from oracle.truth import unpack
+from oracle.truth.config import Config
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Weights:
+    """The tensors of a checkpoint by name."""
+
+    def __init__(self, checkpoint: Checkpoint, *, dtype: str) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+
+    def __call__(self, name: str, *, rows: Tensor | None = None) -> Tensor:
+        """One tensor, or only some of its rows."""
+        packed = self.checkpoint.packed.get(name)
+        return self._rounded(name, rows) if packed is None else self._unpacked(name, packed, rows)
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as stored, mapped from its file."""
+        with safe_open(str(self.checkpoint.tensors[name].file), framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+    def _rounded(self, name: str, rows: Tensor | None) -> Tensor:
+        stored = self.stored(name) if rows is None else self.stored(name)[rows]
+        rounded = stored.to(DTYPES[self.dtype]).to(torch.float64)
+        if not bool(torch.isfinite(rounded).all()):
+            raise not_finite(self.checkpoint, name, self.dtype)
+        return rounded
+
+    def _unpacked(self, name: str, packed: Packed, rows: Tensor | None) -> Tensor:
+        stored = self.stored(name).numpy()
+        words = stored if rows is None else stored[rows.numpy()]
+        scales, biases = (self._rounded(n, rows).numpy() for n in (packed.scales, packed.biases))
+        bits, size = packed.bits, packed.group_size
+        return torch.from_numpy(unpack.weight(words, scales, biases, bits=bits, group_size=size))
+
+    def layer(self, config: Config, i: int) -> dict[str, Tensor]:
+        """One layer's tensors by the rest of their names."""
+        prefix = f"model.layers.{i}."
+        names = [name for name in config.shapes() if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self(name) for name in names}
+
+    def head(self, config: Config) -> Tensor:
+        """The matrix that makes logits, (V, E)."""
+        if not config.tied:
+            return self(HEAD)
+        tensors = self.checkpoint.tensors
+        for part in ("weight", "scales", "biases"):
+            name, its = f"lm_head.{part}", f"model.embed_tokens.{part}"
+            if name not in tensors:
+                continue
+            if its not in tensors or not torch.equal(self.stored(name), self.stored(its)):
+                what = f"{name} differs from {its} though tie_word_embeddings is true"
+                where = self.checkpoint.folder
+                raise Refusal(what, where=where, remedy="correct config.json")
+        return self(EMBEDDING)
+
+
+def not_finite(checkpoint: Checkpoint, name: str, dtype: str) -> Refusal:
+    """The refusal of a tensor that holds NaN, or infinity in the run's dtype."""
+    return Refusal(
+        f"{name}: not finite in {dtype}, expected finite weights",
+        where=checkpoint.folder,
+        remedy="use other weights or another --dtype",
+    )
