@@ -8,14 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxkv.judge.result import Gate
+from mlxkv.judge.result import Gate, plain
 
 Row = Sequence[str]
 
 
 def pretty(value: Any) -> str:
     """JSON for a report's file: the same bytes for the same value."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(plain(value), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n"
 
 
 def quoted(text: str) -> str:

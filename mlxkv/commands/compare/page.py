@@ -80,9 +80,8 @@ def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
 
 def to_json(compared: Compared) -> dict[str, Any]:
     """`mlxkv-verdict/1`, with what was generated and what went wrong while the engine ran."""
-    runs, third, oracle = compared.runs, compared.third, compared.runs.case.manifest.surroundings
-    environments = {runs.engine: runs.environment, "oracle": oracle}
-    return page.to_json(compared.verdict, runs.case.manifest, environments) | {
+    runs, third = compared.runs, compared.third
+    return page.to_json(compared.verdict, runs.case.manifest, runs.environments) | {
         "generated": _generated(runs),
         "errors": list(_errors(runs)),
         "third": third.to_json() if third else None,
