@@ -53,7 +53,7 @@ def report(request: Request, source: str, *, out: Path, command: str) -> Report:
     where, sides = str(out / "compare.md"), found.first.sides
     text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
-    took = {"took": {name: one.took for name, one in found.compared.items()}}
+    took = {"took": {name: one.runs.took for name, one in found.compared.items()}}
     files = found.files(commands=[command])
     return Report(files, text, pretty(found.to_json() | took), found.prompts.exit_code)
 

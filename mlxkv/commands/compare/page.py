@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,6 @@ class Compared:
     def exit_code(self) -> int:
         """Of the worse of the two verdicts."""
         return EXIT_CODES[join(v.outcome for v in (self.verdict, self.third) if v is not None)]
-
-    @property
-    def took(self) -> dict[str, Any]:
-        """What each process took, as plain values; None where its result was there already."""
-        return {name: asdict(spent) if spent else None for name, spent in self.runs.took.items()}
 
 
 def console(compared: Compared, out: Path) -> str:
