@@ -68,7 +68,7 @@ def _require_plans(plans: Collection[str] | None, case: Case) -> None:
     unknown = ", ".join(sorted(set(plans or ()) - set(known)))
     if unknown or (plans is not None and len(plans) == 0):
         expected = ", ".join(sorted(known))
-        raise Refusal(f"plans: {unknown or 'none'}, expected some of {expected}; mend the names")
+        raise Refusal(f"{unknown or 'none'}, expected some of {expected}", where="plans")
 
 
 def _given(
@@ -80,10 +80,8 @@ def _given(
         traces = by_plan(case.manifest, [_read(found)])
     missing = sorted(set(plans or ()) - set(traces))
     if missing or not traces:
-        raise Refusal(
-            f"traces: none of plan {', '.join(missing) or 'any name'}, expected one; "
-            "write it or leave the plan out"
-        )
+        what = f"none of plan {', '.join(missing) or 'any name'}, expected one"
+        raise Refusal(what, where="traces", remedy="write it or leave the plan out")
     return {name: one for name, one in traces.items() if plans is None or name in plans}
 
 
@@ -118,10 +116,8 @@ def _of_another(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], T
     name = type(model).__qualname__
     own.require(model, name)
     if dtype == _ALGEBRA:
-        raise Refusal(
-            f"dtype: {dtype!r}, expected {case.manifest.dtype!r}: "
-            "only an mlxkv.Llama can be judged in float64"
-        )
+        what = f"{dtype!r}, expected {case.manifest.dtype!r}"
+        raise Refusal(f"{what}: only an mlxkv.Llama can be judged in float64", where="dtype")
     about = _meta(name, "", dtype or case.manifest.dtype)
     vocab = case.truth.logits.shape[1]
 

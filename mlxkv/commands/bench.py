@@ -1,7 +1,8 @@
-"""Speed and size: the port beside mlx-lm, and what a comparison takes.
+"""`mlxkv bench`: the speed of the port beside mlx-lm's.
 
-The two engines live in processes of their own (mlx-lm brings transformers with it) and take turns, so that a machine
-whose speed drifts slows both alike. What counts is the ratio of a pair of turns, not a single figure.
+The two engines live in processes of their own (mlx-lm brings transformers with it) and take turns,
+so that a machine whose speed drifts slows both alike. What counts is the ratio of a pair of turns,
+not a single figure. The seconds and bytes of a comparison are in what `compare --json` prints.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,14 +21,18 @@ from mlxkv.engines.progress import bar
 from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
-from oracle.model.checkpoint import require_llama, resolve
+from oracle.formats.exits import code_of
+from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 ENGINES = ("mlxkv", "mlx-lm")
+
+Begin = Callable[[int], Callable[[list[int]], int]]
+"""A new cache for so many tokens: the function that feeds it ids and gives the greedy next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to time: prompts of so many tokens, `decode` tokens after each, in `rounds` turns of each engine."""
+    """What to time: prompts of so many tokens, `decode` tokens after each, in `rounds` of turns."""
 
     model: str | None = None
     revision: str | None = None
@@ -39,12 +42,11 @@ class Request:
     prefill: tuple[int, ...] = (128, 1024)
     decode: int = 32
     rounds: int = 3
-    with_compare: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of both engines in turns taken side by side: the medians, and the ratios of each pair."""
+    """Both engines' tokens per second: medians, and the ratio of each pair of turns."""
 
     what: str
     port: float
@@ -57,55 +59,50 @@ class Speed:
         return median(self.ratios)
 
 
-def speeds(
-    folder: Path,
-    *,
-    dtype: str,
-    device: str,
-    lengths: tuple[int, ...],
-    decode: int,
-    rounds: int,
-    ignore_keys: tuple[str, ...] = (),
-) -> tuple[list[Speed], dict[str, Any]]:
-    """Prefill of each length and decoding after it, in turns; and the environment of the port's process."""
-    results: dict[str, dict[str, list[float]]] = {}
-    given = (str(folder), dtype, device, *ignore_keys)
+def run(request: Request, *, as_json: bool) -> str:
+    """What `bench` prints."""
+    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
+    require_llama(checkpoint)
+    measured, environment = speeds(checkpoint, request)
+    if not as_json:
+        return text(checkpoint.name, measured, environment)
+    found = [asdict(speed) | {"ratio": speed.ratio} for speed in measured]
+    value = {"format": "mlxkv-bench/1", "environment": environment, "speeds": found}
+    return json.dumps(value, indent=1) + "\n"
+
+
+def speeds(checkpoint: Checkpoint, request: Request) -> tuple[list[Speed], dict[str, Any]]:
+    """Prefill of each length and decoding after it; and the surroundings of the port's process."""
+    turns: dict[str, dict[str, list[float]]] = {}
+    given = (str(checkpoint.folder), request.dtype, request.device, *checkpoint.without)
+    lengths, decode, rounds = request.prefill, request.decode, request.rounds
     with _worker("mlxkv", *given) as port, _worker("mlx-lm", *given) as other:
         workers = dict(zip(ENGINES, (port, other), strict=True))
         environment = _ask(port, "environment")
         for worker in workers.values():
             _ask(worker, [min(lengths), 2])  # the first calls of a process are slower
         with bar("bench", len(lengths) * rounds * 2) as advance:
-            for length in lengths:
-                for _ in range(rounds):
-                    for name, worker in workers.items():
-                        seconds = _ask(worker, [length, decode])
-                        turn = {
-                            f"prefill {length}": length / seconds[0],
-                            f"decode after {length}": decode / seconds[1],
-                        }
-                        for what, speed in turn.items():
-                            results.setdefault(what, {e: [] for e in ENGINES})[name].append(speed)
-                        advance(1)
-    return [
-        _speed(what, turns["mlxkv"], turns["mlx-lm"]) for what, turns in results.items()
-    ], environment
+            for length in [length for length in lengths for _ in range(rounds)]:
+                for name, worker in workers.items():
+                    first, rest = _ask(worker, [length, decode])
+                    for what, speed in (
+                        (f"prefill {length}", length / first),
+                        (f"decode after {length}", decode / rest),
+                    ):
+                        turns.setdefault(what, {e: [] for e in ENGINES})[name].append(speed)
+                    advance(1)
+    return [_speed(what, *(pair[e] for e in ENGINES)) for what, pair in turns.items()], environment
 
 
-def _speed(what: str, port: list[float], other: list[float]) -> Speed:
-    return Speed(
-        what, median(port), median(other), tuple(p / o for p, o in zip(port, other, strict=True))
-    )
+def _speed(what: str, port: Sequence[float], other: Sequence[float]) -> Speed:
+    ratios = tuple(p / o for p, o in zip(port, other, strict=True))
+    return Speed(what, median(port), median(other), ratios)
 
 
 @contextmanager
 def _worker(*given: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        child.command("mlxkv.commands.bench", *given),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = child.command("mlxkv.commands.bench", *given)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -131,49 +128,9 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
     return json.loads(answer)
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """What one comparison took: seconds in all and in the port's forward calls, seconds and peak bytes by process."""
-
-    what: str
-    seconds: float
-    forward: float
-    processes: dict[str, dict[str, float]]
-
-
-def compare_takes(arguments: list[str]) -> list[Take]:
-    """A first comparison, which asks the oracle afresh, and a second, which uses its answer again."""
-    takes = []
-    for what, more in (("first", ["--fresh"]), ("second", [])):
-        with tempfile.TemporaryDirectory() as out:
-            begun = time.perf_counter()
-            given = ["compare", *arguments, "--json", "--out", out, *more]
-            command = child.command("mlxkv", *given)
-            ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-            seconds = time.perf_counter() - begun
-        if ended.returncode == 2:
-            raise AlreadySaid
-        took = {name: t for name, t in json.loads(ended.stdout)["took"].items() if t is not None}
-        takes.append(Take(what, seconds, sum(t["forward"] for t in took.values()), took))
-    return takes
-
-
-def to_json(speeds: list[Speed], takes: list[Take], environment: dict[str, Any]) -> dict[str, Any]:
-    """`mlxkv-bench/1`"""
-    return {
-        "format": "mlxkv-bench/1",
-        "environment": environment,
-        "speeds": [asdict(s) | {"ratio": s.ratio} for s in speeds],
-        "compare": [asdict(t) for t in takes],
-    }
-
-
-def text(model: str, speeds: list[Speed], takes: list[Take], environment: dict[str, Any]) -> str:
-    """The tables that a person reads."""
-    lines = [
-        f"{model}  mlx {environment['mlx']} {environment['device']} ({environment['blas'].split(' (')[0]})  {environment['cpu']}",
-        "",
-    ]
+def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
+    """The table that a person reads."""
+    blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (
             s.what,
@@ -184,75 +141,73 @@ def text(model: str, speeds: list[Speed], takes: list[Take], environment: dict[s
         )
         for s in speeds
     ]
-    lines += columns(("tokens per second", "port", "mlx-lm", "ratio", "its range"), rows, left={0})
-    for take in takes:
-        rest = take.seconds - take.forward
-        lines += [
-            "",
-            f"{take.what} compare: {take.seconds:.1f} s, of which {take.forward:.1f} s forward calls of the port and {rest:.1f} s else",
-        ]
-        cells = [
-            (name, f"{t['seconds']:.1f}", f"{t['peak_bytes'] / 1e9:.2f}")
-            for name, t in take.processes.items()
-        ]
-        lines += columns(("process", "seconds", "peak GB"), cells, left={0})
-    return "\n".join(lines) + "\n"
+    head = ("tokens per second", "port", "mlx-lm", "ratio", "its range")
+    first = f"{model}  mlx {environment['mlx']} {environment['device']} ({blas})  {cpu}"
+    return "\n".join([first, "", *columns(head, rows, left={0})]) + "\n"
 
 
 def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) -> None:
-    """A worker: answers each [prefill, decode] with the two times in seconds, on the same made-up tokens."""
-    from mlxkv.engines import machine as runtime
+    """An engine's process: answers each line of stdin, `[prefill, decode]`, with a turn's times.
 
-    environment = runtime.prepare(device)
-    turn = _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    Both engines are fed the same made-up tokens.
+    """
+    from mlxkv.engines import machine
+
+    environment = machine.prepare(device)
+    vocab, begin = (
+        _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    )
+
+    def turn(prefill: int, decode: int) -> list[float]:
+        feed, ids = begin(prefill + decode), [(3 + 7919 * i) % vocab for i in range(prefill)]
+        begun = time.perf_counter()
+        token = feed(ids)
+        prefilled = time.perf_counter()
+        for _ in range(decode):
+            token = feed([token])
+        return [prefilled - begun, time.perf_counter() - prefilled]
+
     for line in sys.stdin:
         question = json.loads(line)
         answer = environment if question == "environment" else turn(*question)
         print(json.dumps(answer), flush=True)
 
 
-def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> Any:
+def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> tuple[int, Begin]:
+    """The vocabulary's size, and how a sequence begins."""
     from mlxkv.port.cache import Cache
     from mlxkv.port.weights import load
 
     model = load(folder, dtype, ignore_keys=ignore_keys)
-    V = model.config.vocab_size
 
-    def turn(prefill: int, decode: int) -> list[float]:
-        cache = Cache(model.config, dtype=dtype, max_length=prefill + decode)
-        begun = time.perf_counter()
-        token = _best(model([_tokens(prefill, V)], cache=cache)[0])
-        prefilled = time.perf_counter()
-        for _ in range(decode):
-            token = _best(model([[token]], cache=cache)[0])
-        return [prefilled - begun, time.perf_counter() - prefilled]
+    def begin(length: int) -> Callable[[list[int]], int]:
+        cache = Cache(model.config, dtype=dtype, max_length=length)
+        return lambda ids: _best(model([ids], cache=cache)[0])
 
-    return turn
+    return model.config.vocab_size, begin
 
 
-def _mlx_lm(folder: str, dtype: str) -> Any:
+def _mlx_lm(folder: str, dtype: str) -> tuple[int, Begin]:
     import mlx.core as mx
 
     from mlxkv.engines.mlx_lm import load, prompt_cache
 
     model = load(folder, dtype)
-    V = model.args.vocab_size
 
-    def turn(prefill: int, decode: int) -> list[float]:
+    def begin(_: int) -> Callable[[list[int]], int]:
         cache = prompt_cache(model, "KVCache")
-        ids = mx.array([_tokens(prefill, V)])
-        begun = time.perf_counter()
-        # As mlx_lm's own generate_step does: the prompt but its last token fills the cache and needs no logits.
-        if prefill > 1:
-            model(ids[:, :-1], cache=cache)
-            mx.eval([c.state for c in cache])
-        token = _best(model(ids[:, -1:], cache=cache)[0, -1])
-        prefilled = time.perf_counter()
-        for _ in range(decode):
-            token = _best(model(mx.array([[token]]), cache=cache)[0, -1])
-        return [prefilled - begun, time.perf_counter() - prefilled]
 
-    return turn
+        def feed(ids: list[int]) -> int:
+            # As mlx_lm's own generate_step does: all of the prompt but its last token only fills
+            # the cache, and needs no logits.
+            if len(ids) > 1:
+                model(mx.array([ids[:-1]]), cache=cache)
+                mx.eval([c.state for c in cache])
+            return _best(model(mx.array([ids[-1:]]), cache=cache)[0, -1])
+
+        return feed
+
+    return model.args.vocab_size, begin
 
 
 def _best(logits: Any) -> int:
@@ -261,37 +216,5 @@ def _best(logits: Any) -> int:
     return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
-def _tokens(n: int, vocab: int) -> list[int]:
-    return [(3 + 7919 * i) % vocab for i in range(n)]
-
-
-def run(request: Request, *, as_json: bool) -> str:
-    """The speed of the port beside mlx-lm, and what a first and a second compare take."""
-    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
-    require_llama(checkpoint)
-    measured, environment = speeds(
-        checkpoint.folder,
-        dtype=request.dtype,
-        device=request.device,
-        lengths=request.prefill,
-        decode=request.decode,
-        rounds=request.rounds,
-        ignore_keys=checkpoint.without,
-    )
-    arguments = [checkpoint.source, f"--dtype={request.dtype}", f"--device={request.device}"]
-    arguments += ["--revision", request.revision] if request.revision else []
-    arguments += [f"--ignore-key={key}" for key in checkpoint.without]
-    takes = compare_takes(arguments) if request.with_compare else []
-    if as_json:
-        return json.dumps(to_json(measured, takes, environment), indent=1) + "\n"
-    return text(checkpoint.name, measured, takes, environment)
-
-
 if __name__ == "__main__":
-    try:
-        serve(*sys.argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(code_of(lambda: serve(*sys.argv[1:])))

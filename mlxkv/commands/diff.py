@@ -1,115 +1,140 @@
-"""Do two sets of report files say the same? Tokens, errors and verdicts exactly, distances within a factor of 2.
+"""Do two reports say the same? Outcomes, passes and tokens exactly, numbers within a factor.
 
-What may move freely: where a value was worst, the environment, and figures that only restate a distance on another scale.
+The JSON files are compared. Markdown and pictures are made from the same values alone, and how wide
+a column is depends on which plan happened to be the worst, so of them only the presence is asked.
+
+What may move freely: where a value was worst, the surroundings, and figures that only restate a
+distance on another scale. On another CPU, or where torch or the BLAS chose kernels for other
+instructions, sums are made in another order, and numbers may differ by more than the factor: that
+is said, and is no difference between the reports.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FACTOR = 2.0
-FREE = {
-    "environment",
-    "position",
-    "token",
-    "layer",
-    "head",
-    "headroom",
-    "worst",
-    "nmse_db",
-    "cosine",
-    "kl",
-}
-_NUMBER = re.compile(r"\d+(\.\d+)?(e[-+]?\d+)?x?")
+FREE = {"environment", "position", "token", "layer", "head", "headroom", "worst"}
+FREE |= {"nmse_db", "cosine", "kl"}
+WORST_PLAN = {"mlxkv-calibrate/1": {"run", "plan"}, "mlxkv-prompts/1": {"plan"}}
+"""By format what names the run or plan in which a value was worst; elsewhere `plan` names a row."""
+COUNTS = {"top1_equal", "top5_equal", "distinct_members", "peak"}
+"""Whole numbers that rounding decides, or what MLX needs in passing."""
+WORDS = {"gate", "tap", "hint", "notes"}
+"""Words that follow from numbers; whether a run agreed or a trial passed stands beside them."""
+LIMITS = {"limit", "limits"}
+CPU = ("cpu", "host", "cpu_capability", "blas_kernel")
+"""What of an environment names the CPU and the kernels chosen for it."""
 
 
-def folders(committed: Path, fresh: Path, names: Sequence[Path]) -> list[str]:
-    """The differences of the files `names`, one line each."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two values at one place of a file. `arithmetic`: another CPU may account for it."""
+
+    where: str
+    words: str
+    arithmetic: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.words}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found: the `differences`, and a line on each file that another CPU made."""
+
+    differences: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 when nothing differs, else 1."""
+        return 1 if self.differences else 0
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of it."""
+        return (*self.differences, *self.remarks)
+
+
+def folders(committed: Path, fresh: Path, names: Sequence[Path]) -> Checked:
+    """The files `names` of two folders."""
+    differences, remarks = [], []
     for name in names:
-        old, new = committed / name, fresh / name
-        if not old.is_file():
-            found.append(f"{name}: missing, expected it as just made; run `mlxkv reports`")
+        if not (committed / name).is_file():
+            remedy = "expected it as just made; run `mlxkv reports`"
+            differences.append(f"{name}: missing, {remedy}")
         elif name.suffix == ".json":
-            found += values(_load(old), json.loads(new.read_bytes()), where=str(name))
-        elif name.suffix == ".md":
-            found += lines(
-                old.read_text(encoding="utf-8"), new.read_text(encoding="utf-8"), where=str(name)
-            )
-    return found
+            found = files(_load(committed / name), json.loads((fresh / name).read_bytes()))
+            differences += [f"{name}{line}" for line in found.differences]
+            remarks += [f"{name}{line}" for line in found.remarks]
+    return Checked(tuple(differences), tuple(remarks))
 
 
-def values(old: Any, new: Any, *, where: str) -> list[str]:
-    """The differences of two decoded JSON files: `old` is the committed one."""
+def files(old: Any, new: Any) -> Checked:
+    """Two decoded JSON files, of which `old` is the committed one."""
+    named = new.get("format") if isinstance(new, dict) else None
+    found = list(_values(old, new, "", FREE | WORST_PLAN.get(str(named), set())))
+    cpu = another_cpu(old, new)
+    if cpu is None:
+        return Checked(tuple(map(str, found)))
+    moved = [one for one in found if one.arithmetic]
+    rest = tuple(str(one) for one in found if not one.arithmetic)
+    more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+    return Checked(rest, (f": another CPU ({cpu}): {moved[0]}{more}",) if moved else ())
+
+
+def another_cpu(old: Any, new: Any) -> str | None:
+    """How the CPUs that made two files differ, in words; None where nothing is known to differ.
+
+    Older files do not name the instructions or the BLAS's kernels, which then count as unknown.
+    """
+    before, now = _hosts(old), _hosts(new)
+    for who, key in before:
+        if (who, key) in now and before[who, key] != now[who, key]:
+            return f"{key} of {who} {before[who, key]} committed, {now[who, key]} now"
+    return None
+
+
+def _hosts(value: Any) -> dict[tuple[str, str], Any]:
+    """What a file says of the CPU, by engine and the name in its environment."""
+    sides = value.get("environment") if isinstance(value, dict) else None
+    return {
+        (who, key): side[key]
+        for who, side in (sides if isinstance(sides, dict) else {}).items()
+        for key in CPU
+        if isinstance(side, dict) and key in side
+    }
+
+
+def _values(old: Any, new: Any, where: str, free: set[str], key: str = "") -> Iterator[Difference]:
+    """The differences at and below `where`; `key` is the nearest name that says what may move."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found = [
-            f"{where}.{key}: only in the {'committed' if key in old else 'new'} file"
-            for key in sorted(set(old) ^ set(new))
-        ]
-        for key in sorted((set(old) & set(new)) - FREE):
-            found += values(old[key], new[key], where=f"{where}.{key}")
-        return found
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [
-            line
-            for i, (a, b) in enumerate(zip(old, new, strict=True))
-            for line in values(a, b, where=f"{where}[{i}]")
-        ]
-    if isinstance(old, float) and isinstance(new, float):
-        return (
-            []
-            if _near(old, new)
-            else [
-                f"{where}: {old:.3g} committed, {new:.3g} now, more than a factor of {FACTOR:g} apart"
-            ]
-        )
-    return (
-        []
-        if type(old) is type(new) and old == new
-        else [f"{where}: {_clip(old)} committed, {_clip(new)} now"]
-    )
-
-
-def lines(old: str, new: str, *, where: str) -> list[str]:
-    """The differences of two Markdown files once numbers, places and the environment are left out."""
-    a, b = _skeleton(old), _skeleton(new)
-    if a == b:
-        return []
-    at = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-    return [
-        f"{where}: {_clip(a[at] if at < len(a) else '')} committed, {_clip(b[at] if at < len(b) else '')} now"
-    ]
+        for name in sorted((set(old) | set(new)) - free):
+            place = f"{where}.{name}"
+            if name in old and name in new:
+                known = name if name in LIMITS | COUNTS | WORDS else key
+                yield from _values(old[name], new[name], place, free, known)
+            else:
+                yield Difference(place, f"only in the {'committed' if name in old else 'new'} file")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _values(a, b, f"{where}[{i}]", free, key)
+    elif isinstance(old, float) and isinstance(new, float):
+        if not _near(old, new):
+            words = f"{old:.3g} committed, {new:.3g} now, more than a factor of {FACTOR:g} apart"
+            yield Difference(where, words, arithmetic=key not in LIMITS)
+    elif type(old) is not type(new) or old != new:
+        words = f"{_clip(old)} committed, {_clip(new)} now"
+        yield Difference(where, words, arithmetic=key in COUNTS | WORDS)
 
 
 def _near(old: float, new: float) -> bool:
-    if old == new:
-        return True
-    return old * new > 0 and 1 / FACTOR <= new / old <= FACTOR
-
-
-def _skeleton(text: str) -> list[str]:
-    kept, section = [], ""
-    for line in text.splitlines():
-        if line.startswith("#"):
-            section = line
-        if section == "## Environment":
-            continue
-        if section == "## Prompts" and line.startswith("|"):
-            # The worst comes first, and which of several good ones is the worst is noise.
-            kept.append(f"{section} {_NUMBER.sub('#', line)}")
-            continue
-        placed = section == "## Gates" and line.startswith("|")
-        shown = line.rsplit("|", 2)[0] if placed else line
-        kept.append(_NUMBER.sub("#", shown) if section != "## Tokens" else shown)
-    found = [" ".join(line.split()) for line in kept]
-    rows = iter(sorted(line for line in found if line.startswith("## Prompts |")))
-    return [next(rows) if line.startswith("## Prompts |") else line for line in found]
+    return old == new or (old * new > 0 and 1 / FACTOR <= new / old <= FACTOR)
 
 
 def _load(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Small commands that look at things: generate, inspect, doctor."""
+"""The commands that look at things: generate, inspect, doctor."""
 
 from __future__ import annotations
 
@@ -6,77 +6,125 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mlxkv.engines import machine as runtime
+from mlxkv.engines import machine
 from oracle.formats.errors import Refusal
+from oracle.model import tokenizer
 from oracle.model.cache_folder import cache_dir
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
+if TYPE_CHECKING:
+    from mlxkv.port.config.llama import LlamaConfig
+    from mlxkv.port.llama import Llama
+
+PACKAGES = ("mlxkv", "mlx", "mlx-lm", "torch", "transformers", "numpy", "safetensors", "tokenizers")
+HOST = ("device", "device_name", "blas", "threads", "os", "python")
+
 
 def generate(
-    model: str | None, prompt: str, steps: int, *, dtype: str, device: str, **source: Any
+    model: str | None,
+    prompt: str,
+    steps: int,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    ignore_keys: tuple[str, ...] = (),
 ) -> Iterator[str]:
     """Greedy text, piece by piece; ends early at the model's own end-of-text token."""
-    from oracle.model import tokenizer as tokenizers
-
-    checkpoint = _llama(model, **source)
-    tokenizer = tokenizers.load(checkpoint.folder)
-    if tokenizer is None:
+    checkpoint = _llama(model, revision, ignore_keys)
+    words = tokenizer.load(checkpoint.folder)
+    if words is None:
         raise Refusal(f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt")
-    ids = tokenizer.encode(prompt)
-    most = checkpoint.max_positions
-    tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=most)
+    ids, most = words.encode(prompt), checkpoint.max_positions
+    tokenizer.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=most)
     if len(ids) + steps - 1 > most:
         raise Refusal(
-            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected at most {most} (max_position_embeddings); take fewer"
+            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected at most "
+            f"{most} (max_position_embeddings); take fewer"
         )
-    runtime.prepare(device)
-    import mlx.core as mx
-
-    from mlxkv.port.cache import Cache
+    machine.prepare(device)
     from mlxkv.port.weights import from_checkpoint
 
     port = from_checkpoint(checkpoint, dtype)
-    cache = Cache(port.config, dtype=dtype, max_length=len(ids) + steps - 1)
-    ends = checkpoint.config.get("eos_token_id")
-    stops = {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
-    chosen: list[int] = []
-    shown = ""
-    fed = ids
     yield prompt
-    for _ in range(steps):
-        chosen.append(int(mx.argmax(port([fed], cache=cache)[0]).item()))  # type: ignore[arg-type]
-        if chosen[-1] in stops:
-            break
-        fed = chosen[-1:]
+    chosen, shown = [], ""
+    for token in _greedy(port, ids, steps, checkpoint.config.get("eos_token_id")):
+        chosen.append(token)
         # Decoded as a whole: a character may be spread over several tokens.
-        text = tokenizer.decode(chosen)
+        text = words.decode(chosen)
         if not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text
 
 
-def inspect(model: str | None, *, as_json: bool, **source: Any) -> str:
+def _greedy(port: Llama, ids: list[int], steps: int, ends: Any) -> Iterator[int]:
+    """The tokens that the port chooses after `ids`, up to one of `ends`, as config.json has it."""
+    import mlx.core as mx
+
+    from mlxkv.port.cache import Cache
+
+    cache = Cache(port.config, dtype=port.dtype, max_length=len(ids) + steps - 1)
+    stops = {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+    fed = ids
+    for _ in range(steps):
+        token = int(mx.argmax(port([fed], cache=cache)[0]).item())  # type: ignore[arg-type]
+        if token in stops:
+            return
+        yield token
+        fed = [token]
+
+
+def inspect(
+    model: str | None,
+    *,
+    as_json: bool,
+    revision: str | None = None,
+    ignore_keys: tuple[str, ...] = (),
+) -> str:
     """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
-    from mlxkv.port.rope import span
 
-    checkpoint = _llama(model, **source)
+    checkpoint = _llama(model, revision, ignore_keys)
     config = LlamaConfig.of(checkpoint)
+    facts = _of_checkpoint(checkpoint) | _of_config(config)
+    if as_json:
+        more = {"filled in": dict(config.defaults), "notes": list(config.notes)}
+        return json.dumps(facts | more, indent=1) + "\n"
+    lines = [(name, value) for name, value in facts.items() if value != ""]
+    filled = ", ".join(f"{key} {json.dumps(value)}" for key, value in config.defaults)
+    if filled:
+        lines.append(("filled in", f"{filled} (absent in config.json, as in transformers)"))
+    lines += [("note", note) for note in config.notes]
+    width = max(map(len, facts))
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in lines)
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     stored = sorted({t.dtype for t in checkpoint.tensors.values()})
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    facts: dict[str, Any] = {
+    revision = f" @ {checkpoint.revision}" if checkpoint.revision else ""
+    return {
         "model": checkpoint.name,
-        "source": checkpoint.source + (f" @ {checkpoint.revision}" if checkpoint.revision else ""),
+        "source": checkpoint.source + revision,
         "note": checkpoint.note,
         "fingerprint": checkpoint.fingerprint,
         "config digest": checkpoint.config_digest,
         "tensors": f"{len(checkpoint.tensors)}, stored as {', '.join(stored)}",
+    }
+
+
+def _of_config(config: LlamaConfig) -> dict[str, Any]:
+    from mlxkv.port.rope import span
+
+    K, D = config.num_key_value_heads, config.head_dim
+    row = 2 * config.num_hidden_layers * K * D
+    return {
         "layers": config.num_hidden_layers,
         "query heads": config.num_attention_heads,
-        "KV heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        "KV heads": K,
+        "head_dim": D,
         "hidden": config.hidden_size,
         "intermediate": config.intermediate_size,
         "vocabulary": config.vocab_size,
@@ -84,74 +132,41 @@ def inspect(model: str | None, *, as_json: bool, **source: Any) -> str:
         "max positions": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "RoPE": config.rope.words,
-        "RoPE tables": f"cos and sin, each ({span(config)}, {config.head_dim // 2})",
-        "cache per layer": f"keys and values, each (1, {config.num_key_value_heads}, length, {config.head_dim})",
+        "RoPE tables": f"cos and sin, each ({span(config)}, {D // 2})",
+        "cache per layer": f"keys and values, each (1, {K}, length, {D})",
         "cache per token": f"{4 * row} bytes in float32, {2 * row} in half precision",
-        "filled in": dict(config.defaults),
-        "notes": list(config.notes),
     }
-    if as_json:
-        return json.dumps(facts, indent=1) + "\n"
-    width = max(map(len, facts))
-    lines = [
-        f"{name:<{width}}  {value}"
-        for name, value in facts.items()
-        if name not in ("filled in", "notes") and value != ""
-    ]
-    filled = ", ".join(f"{key} {json.dumps(value)}" for key, value in config.defaults)
-    lines += (
-        [f"{'filled in':<{width}}  {filled} (absent in config.json, as in transformers)"]
-        if filled
-        else []
-    )
-    return "\n".join(lines + [f"{'note':<{width}}  {note}" for note in config.notes]) + "\n"
 
 
 def doctor() -> tuple[str, int]:
-    """What is here, a line each, and the exit code: 0 when both engines can run."""
-    packages = (
-        "mlxkv",
-        "mlx",
-        "mlx-lm",
-        "torch",
-        "transformers",
-        "numpy",
-        "safetensors",
-        "tokenizers",
-    )
-    lines = [f"{name:<14}{runtime.version(name)}" for name in packages]
-    good = all(
-        runtime.version(name) != "not installed" for name in ("mlx", "torch", "transformers")
-    )
+    """What is here, a line each, and the exit code: 0 when both engines can run, else 2."""
+    lines = [(name, machine.version(name)) for name in PACKAGES]
+    missing = {name for name, version in lines if version == "not installed"}
+    good = not missing & {"mlx", "torch", "transformers"}
     try:
-        found = runtime.prepare()
-        lines += [
-            f"{name:<14}{found[name]}"
-            for name in ("device", "device_name", "blas", "threads", "os", "python")
-        ]
-        lines.append(f"{'TF32':<14}off (MLX_ENABLE_TF32={found['MLX_ENABLE_TF32']})")
-        if sys.platform == "linux" and found["blas"].startswith("reference"):
-            lines.append(
-                "advice        a faster BLAS makes MLX up to 40 times faster: install Debian's libblis4-pthread or PyPI's mkl"
-            )
+        found = machine.prepare()
     except Refusal as error:
-        lines.append(f"{'device':<14}none: {error}")
+        lines.append(("device", f"none: {error}"))
         good = False
-    lines.append(
-        f"{'cache':<14}{cache_dir()}{'' if os.access(_existing(cache_dir()), os.W_OK) else ' (cannot be written)'}"
-    )
+    else:
+        lines += [(name, found[name]) for name in HOST]
+        lines.append(("TF32", f"off (MLX_ENABLE_TF32={found['MLX_ENABLE_TF32']})"))
+        if sys.platform == "linux" and found["blas"].startswith("reference"):
+            faster = "install Debian's libblis4-pthread or PyPI's mkl"
+            lines.append(("advice", f"a faster BLAS makes MLX up to 40 times faster: {faster}"))
+    writable = os.access(_existing(cache_dir()), os.W_OK)
+    lines.append(("cache", f"{cache_dir()}{'' if writable else ' (cannot be written)'}"))
     if not good:
-        lines.append(
-            "advice        pip install 'mlxkv[all]' brings both engines; [port] and [oracle] bring one"
-        )
-    return "\n".join(lines) + "\n", 0 if good else 2
+        install = "pip install 'mlxkv[all]' brings both engines; [port] and [oracle] bring one"
+        lines.append(("advice", install))
+    return "".join(f"{name:<14}{value}\n" for name, value in lines), 0 if good else 2
 
 
-def _existing(path: Any) -> Any:
+def _existing(path: Path) -> Path:
     return path if path.exists() or path.parent == path else _existing(path.parent)
 
 
-def _llama(model: str | None, **source: Any) -> Checkpoint:
-    checkpoint = resolve(model, **source)
+def _llama(model: str | None, revision: str | None, ignore_keys: tuple[str, ...]) -> Checkpoint:
+    checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys)
     require_llama(checkpoint)
     return checkpoint

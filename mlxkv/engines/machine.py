@@ -64,6 +64,7 @@ def prepare(device: str = "auto", *, threads: int | None = None) -> dict[str, An
         "blas": blas,
         "threads": threads,
         "MLX_ENABLE_TF32": os.environ["MLX_ENABLE_TF32"],
+        **kernels(),
     }
 
 
@@ -164,6 +165,27 @@ def _named_blas(path: str, mode: int) -> None:
             where="MLXKV_BLAS",
             remedy="give the path of one, or none",
         )
+
+
+def kernels() -> dict[str, str]:
+    """The newest instructions that numpy found here, and what the loaded BLAS chose kernels for.
+
+    Machines that call their CPU alike may differ in both, and then in the order of their sums.
+    A BLAS that does not tell is left out.
+    """
+    import numpy as np
+
+    simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    known = [*simd.get("baseline", []), *simd.get("found", [])]
+    found = {"cpu_capability": known[-1]} if known else {}
+    loaded = ctypes.CDLL(None)  # what `load_blas` made visible to the whole process
+    if hasattr(loaded, "bli_arch_query_id"):
+        loaded.bli_arch_string.restype = ctypes.c_char_p
+        found["blas_kernel"] = loaded.bli_arch_string(loaded.bli_arch_query_id()).decode()
+    elif hasattr(loaded, "openblas_get_corename"):
+        loaded.openblas_get_corename.restype = ctypes.c_char_p
+        found["blas_kernel"] = loaded.openblas_get_corename().decode()
+    return found
 
 
 def host() -> dict[str, Any]:

@@ -32,17 +32,13 @@ def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
         digest = trace.meta.plan.digest
         names = [name for name, of in manifest.plans.items() if of == digest]
         if not names:
-            known = [f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items())]
-            raise Refusal(
-                f"{trace.label}: plan digest is {digest[:12]}, expected one of "
-                f"{', '.join(known)}; run the oracle folder's plans"
-            )
+            known = ", ".join(f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items()))
+            what, remedy = f"plan digest is {digest[:12]}", "run the oracle folder's plans"
+            raise Refusal(f"{what}, expected one of {known}", where=trace.label, remedy=remedy)
         for name in names:
             if name in found:
-                raise Refusal(
-                    f"{trace.label}: a second trace of plan {name!r} beside {found[name].label}; "
-                    "give one of them"
-                )
+                what = f"a second trace of plan {name!r} beside {found[name].label}"
+                raise Refusal(what, where=trace.label, remedy="give one of them")
             found[name] = trace
     return found
 
@@ -62,29 +58,24 @@ def admit(
 
 def trace_reasons(trace: Trace, plan: str, case: Case, *, dtype: str) -> list[str]:
     """Why `trace` cannot be measured as the judged plan of that name; empty where it can."""
-    meta, manifest, where = trace.meta, case.manifest, trace.label
-    reasons = []
+    meta, manifest, reasons = trace.meta, case.manifest, []
     if meta.fingerprint not in (None, manifest.fingerprint):
-        reasons.append(
-            f"{where}: weights fingerprint is {str(meta.fingerprint)[:16]}, expected "
-            f"{manifest.fingerprint[:16]} as the oracle's; run it on the same weights"
-        )
+        found, wanted = str(meta.fingerprint)[:16], manifest.fingerprint[:16]
+        what = f"weights fingerprint is {found}, expected {wanted} as the oracle's"
+        reasons.append(f"{what}; run it on the same weights")
     if meta.dtype != dtype:
-        reasons.append(
-            f"{where}: dtype is {meta.dtype!r}, expected {dtype!r} as this run's; run it in {dtype}"
-        )
-    expected, digest = manifest.plans.get(plan), meta.plan.digest
-    if expected is None:
+        what = f"dtype is {meta.dtype!r}, expected {dtype!r} as this run's"
+        reasons.append(f"{what}; run it in {dtype}")
+    wanted, found = manifest.plans.get(plan, ""), meta.plan.digest
+    if not wanted:
         known = ", ".join(sorted(manifest.plans))
-        reasons.append(f"{where}: plan {plan!r} is not judged here, expected one of {known}")
-    elif digest != expected:
-        reasons.append(
-            f"{where}: plan digest is {digest[:12]}, expected {expected[:12]} of plan {plan!r}; "
-            "run that plan"
-        )
+        reasons.append(f"plan {plan!r} is not judged here, expected one of {known}")
+    elif found != wanted:
+        what = f"plan digest is {found[:12]}, expected {wanted[:12]} of plan {plan!r}"
+        reasons.append(f"{what}; run that plan")
     else:
         reasons += _shape_reasons(trace, case, dtype) + _position_reasons(trace, case)
-    return reasons
+    return [f"{trace.label}: {reason}" for reason in reasons]
 
 
 def engine_reasons(traces: Sequence[Trace]) -> list[str]:
@@ -115,11 +106,9 @@ def cache_reasons(trace: Trace, truth: Trace) -> list[str]:
         held, lacks = (trace, truth) if name in mine else (truth, trace)
         reasons.append(f"{lacks.label}: no {name}, expected it as in {held.label}")
     for name in sorted(mine & its):
-        found, expected = trace.arrays[name].shape, truth.arrays[name].shape
-        if found != expected:
-            reasons.append(
-                f"{trace.label}: {name} has shape {list(found)}, expected {list(expected)}"
-            )
+        found, wanted = (list(of.arrays[name].shape) for of in (trace, truth))
+        if found != wanted:
+            reasons.append(f"{trace.label}: {name} has shape {found}, expected {wanted}")
     return reasons
 
 
@@ -148,9 +137,8 @@ def _truth_reasons(case: Case) -> list[str]:
     if any(
         pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs
     ):
-        reasons.append(
-            f"{truth.label}: keys and values are not those of {n} tokens in every layer; {_AGAIN}"
-        )
+        what = f"keys and values are not those of {n} tokens in every layer"
+        reasons.append(f"{truth.label}: {what}; {_AGAIN}")
     return reasons
 
 
@@ -159,45 +147,32 @@ def _cache_names(trace: Trace) -> set[str]:
 
 
 def _shape_reasons(trace: Trace, case: Case, dtype: str) -> list[str]:
-    logits, positions, where = trace.logits, trace.positions, trace.label
+    logits, positions, reasons = trace.logits, trace.positions, []
     if logits.ndim != 2 or positions.ndim != 1 or len(logits) != len(positions):
-        return [
-            f"{where}: logits {list(logits.shape)} and positions {list(positions.shape)} "
-            "do not pair up, expected a position per row"
-        ]
-    reasons, vocab = [], case.truth.logits.shape[1]
-    if logits.shape[1] != vocab:
-        reasons.append(
-            f"{where}: logits have {logits.shape[1]} columns, expected {vocab}, the vocabulary; "
-            "keep all of them"
-        )
+        shapes = f"logits {list(logits.shape)} and positions {list(positions.shape)}"
+        return [f"{shapes} do not pair up, expected a position per row"]
+    columns, vocab = logits.shape[1], case.truth.logits.shape[1]
+    if columns != vocab:
+        what = f"logits have {columns} columns, expected {vocab}, the vocabulary"
+        reasons.append(f"{what}; keep all of them")
     if dtype == "float64" and logits.dtype != np.float64:
-        reasons.append(
-            f"{where}: logits are stored as {logits.dtype}, expected float64 for a float64 run"
-        )
+        reasons.append(f"logits are stored as {logits.dtype}, expected float64 for a float64 run")
     return reasons
 
 
 def _position_reasons(trace: Trace, case: Case) -> list[str]:
-    where, held = trace.label, np.asarray(trace.positions).ravel().tolist()
+    held, n, reasons = np.asarray(trace.positions).ravel().tolist(), case.length, []
     needed = set(case.rows) | asked(trace.meta.plan)
-    missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(case.length)))
+    missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(n)))
     twice = sorted(p for p, times in Counter(held).items() if times > 1)
-    reasons = []
     if missing:
-        reasons.append(
-            f"{where}: no row for position {_some(missing)}, expected {len(needed)} rows"
-            + _failed_step(trace)
-        )
+        what = f"no row for position {_some(missing)}, expected {len(needed)} rows"
+        reasons.append(what + _failed_step(trace))
     if foreign:
-        reasons.append(
-            f"{where}: a row for position {_some(foreign)}, expected 0 to {case.length - 1}"
-        )
+        reasons.append(f"a row for position {_some(foreign)}, expected 0 to {n - 1}")
     if twice:
-        reasons.append(
-            f"{where}: more than one row for position {_some(twice)}, expected one; "
-            "keep the plan's last call that gives it"
-        )
+        what = f"more than one row for position {_some(twice)}, expected one"
+        reasons.append(f"{what}; keep the plan's last call that gives it")
     return reasons
 
 
@@ -236,18 +211,14 @@ def _pool_reasons(case: Case) -> list[str]:
         if len(set(names)) < len(names)
     ]
     if set(kinds) != {name.split("-")[0] for name in members}:
-        reasons.append(
-            f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}; "
-            f"{_AGAIN}"
-        )
+        what = f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}"
+        reasons.append(f"{what}; {_AGAIN}")
     if not kinds or case.held_out not in members or len(members) < 2:
         wanted = case.held_out if kinds else "runs of transformers"
         reasons.append(f"members are {', '.join(members) or 'none'}, expected {wanted} and others")
     if not case.has_truth and case.pool.distinct < 2:
-        reasons.append(
-            f"{case.pool.distinct} bitwise distinct members, expected 2 or more, "
-            "as there is no truth to measure them by"
-        )
+        what = f"{case.pool.distinct} bitwise distinct members, expected 2 or more"
+        reasons.append(f"{what}, as there is no truth to measure them by")
     return reasons
 
 

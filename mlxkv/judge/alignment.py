@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from mlxkv.judge import delta
+from mlxkv.judge.measure import truth_rows
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Feed
 from oracle.formats.trace import Trace
 
 _Ids = tuple[int, ...]
+_ONE = "compare runs of one sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,8 @@ def align(traces: list[Trace]) -> list[Aligned]:
     for a, b in combinations(range(len(traces)), 2):
         of, its = traces[a], traces[b]
         positions = common(of, its)
-        pair, figures = (
-            delta.pair(of, its, positions),
-            delta.figures(of, its, plan=of.meta.plan.name, positions=positions),
-        )
+        pair, rows = delta.pair(of, its, positions), truth_rows(its)
+        figures = delta.figures(of, its, rows, plan=of.meta.plan.name, positions=positions)
         found.append(Aligned(a, b, tuple(positions), pair, figures))
     return found
 
@@ -51,31 +51,25 @@ def common(a: Trace, b: Trace) -> list[int]:
     """
     mine, its = a.meta.fingerprint, b.meta.fingerprint
     if mine is not None and its is not None and mine != its:
-        raise Refusal(
-            f"{a.label}: weights fingerprint is {mine[:16]}, expected {its[:16]} as in {b.label}; "
-            "run both on the same weights"
-        )
-    if a.logits.shape[1] != b.logits.shape[1]:
-        raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, expected {b.logits.shape[1]} "
-            f"as in {b.label}; keep all columns"
-        )
+        what = f"weights fingerprint is {mine[:16]}, expected {its[:16]} as in {b.label}"
+        raise Refusal(what, where=a.label, remedy="run both on the same weights")
+    columns, expected = a.logits.shape[1], b.logits.shape[1]
+    if columns != expected:
+        what = f"vocabulary is {columns}, expected {expected} as in {b.label}"
+        raise Refusal(what, where=a.label, remedy="keep all columns")
     tokens = [_sequence(a), _sequence(b)]
     both = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
     if not both:
-        raise Refusal(
-            f"{a.label}: no position that {b.label} has too, expected one or more; "
-            "compare runs of one sequence"
-        )
+        what = f"no position that {b.label} has too, expected one or more"
+        raise Refusal(what, where=a.label, remedy=_ONE)
     # A row depends on the tokens up to its own, not on those after.
     for position in range(both[-1] + 1):
         ids = [one[position] if position < len(one) else None for one in tokens]
         if ids[0] != ids[1] or None in ids:
-            raise Refusal(
-                f"{a.label}: token at position {position} is {ids[0]}, expected {ids[1]} "
-                f"as in {b.label} (plan digests {a.meta.plan.digest[:12]} and "
-                f"{b.meta.plan.digest[:12]}); compare runs of one sequence"
-            )
+            digests = f"{a.meta.plan.digest[:12]} and {b.meta.plan.digest[:12]}"
+            found = f"token at position {position} is {ids[0]}, expected {ids[1]}"
+            what = f"{found} as in {b.label} (plan digests {digests})"
+            raise Refusal(what, where=a.label, remedy=_ONE)
     return both
 
 
@@ -86,27 +80,23 @@ def _sequence(trace: Trace) -> _Ids:
     """
     twice = [p for p, times in Counter(trace.positions.tolist()).items() if times > 1]
     if twice:
-        raise Refusal(
-            f"{trace.label}: more than one row for position {min(twice)}, expected one; "
-            "keep the plan's last call that gives it"
-        )
+        what = f"more than one row for position {min(twice)}, expected one"
+        remedy = "keep the plan's last call that gives it"
+        raise Refusal(what, where=trace.label, remedy=remedy)
     plan, outcomes = trace.meta.plan, trace.meta.outcomes
     failed = {i for i, outcome in enumerate(outcomes) if outcome.error is not None}
     longest: _Ids = ()
     for call in plan.calls(without=failed):
         if call.start != call.held:
-            raise Refusal(
-                f"{trace.label}: step {call.index} is at index_pos {call.start}, expected "
-                f"{call.held}, the tokens cached; compare a plan without such a step"
-            )
+            what = f"step {call.index} is at index_pos {call.start}, expected {call.held}"
+            remedy = "compare a plan without such a step"
+            raise Refusal(f"{what}, the tokens cached", where=trace.label, remedy=remedy)
         # Every cache so far holds a beginning of the one sequence.
         ids = longest[: call.held] + call.step.tokens + _chosen(trace, call)
         short, long = sorted((longest, ids), key=len)
         if long[: len(short)] != short:
-            raise Refusal(
-                f"{trace.label}: its plan {plan.name!r} feeds several sequences, expected one; "
-                "compare a plan of one"
-            )
+            what = f"its plan {plan.name!r} feeds several sequences, expected one"
+            raise Refusal(what, where=trace.label, remedy="compare a plan of one")
         longest = long
     return longest
 
@@ -117,8 +107,6 @@ def _chosen(trace: Trace, call: Feed) -> _Ids:
     outcomes = trace.meta.outcomes[call.index : call.index + 1]
     chosen = tuple(outcomes[0].tokens or ()) if outcomes else ()
     if more and len(chosen) != more + 1:
-        raise Refusal(
-            f"{trace.label}: step {call.index} chose {len(chosen)} tokens, expected {more + 1}; "
-            "write the trace again"
-        )
+        what = f"step {call.index} chose {len(chosen)} tokens, expected {more + 1}"
+        raise Refusal(what, where=trace.label, remedy="write the trace again")
     return chosen[:more]

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of, truth_rows
+from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of
 from oracle.formats.errors import Refusal
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -101,21 +101,20 @@ class Tables:
     chunked: tuple[Pair, ...] = ()
 
 
-def figures(
-    a: Trace,
-    b: Trace,
-    rows: TruthRows | None = None,
-    *,
-    plan: str,
-    positions: Sequence[int] | None = None,
-) -> Figures:
-    """The figures of run `a`, named `plan`, with `b` in the truth's place.
+def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple[Figures, ...]:
+    """The figures of runs, by plan, against the truth, whose `rows` these are."""
+    return tuple(figures(run, case.truth, rows, plan=plan) for plan, run in runs.items())
 
-    Over `positions`, or all of a's; a Refusal where either lacks one of them. `rows` are those of
-    b, where they are known already.
+
+def figures(
+    a: Trace, b: Trace, rows: TruthRows, *, plan: str, positions: Sequence[int] | None = None
+) -> Figures:
+    """The figures of run `a`, named `plan`, with `b` in the truth's place, whose `rows` these are.
+
+    Over `positions`, or all of a's; a Refusal where either lacks one of them.
     """
     positions = sorted(a.positions.tolist()) if positions is None else positions
-    rows_a, rows_b, rows = rows_of(a, positions), rows_of(b, positions), rows or truth_rows(b)
+    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
     vocab, count = a.logits.shape[1], len(positions)
     squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
     largest, kl, top1, top5 = [0.0], 0.0, 0, 0
@@ -162,14 +161,11 @@ def pair(
     Raises a Refusal where either lacks a position, or where their vocabularies differ.
     """
     if len(positions) == 0:
-        raise Refusal(f"{a.label}: no positions to compare, expected one or more")
-    if a.logits.shape[1] != b.logits.shape[1]:
-        raise Refusal(
-            f"{a.label}: vocabulary is {a.logits.shape[1]}, "
-            f"expected {b.logits.shape[1]} as {b.label}"
-        )
+        raise Refusal("no positions to compare, expected one or more", where=a.label)
+    vocab, expected = a.logits.shape[1], b.logits.shape[1]
+    if vocab != expected:
+        raise Refusal(f"vocabulary is {vocab}, expected {expected} as {b.label}", where=a.label)
     rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    vocab = a.logits.shape[1]
     row_max, squares, equal, largest = np.empty(len(positions)), 0.0, 0, [0.0]
     with np.errstate(invalid="ignore", over="ignore"):
         for part in blocks(len(positions), vocab):

@@ -124,10 +124,8 @@ def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
     for layer in range(layers(truth)):
         mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
         if mine is None or its is None:
-            raise Refusal(
-                f"{trace.label}: no keys or values of layer {layer}, expected both; "
-                "write keys and values of every layer, or none"
-            )
+            what, remedy = f"no keys or values of layer {layer}", "write those of every layer"
+            raise Refusal(f"{what}, expected both", where=trace.label, remedy=remedy)
         with np.errstate(invalid="ignore", over="ignore"):
             e = np.stack(
                 [np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)]
@@ -167,10 +165,8 @@ def rows_of(trace: Trace, positions: Sequence[int]) -> Array:
     at = {p: row for row, p in enumerate(trace.positions.tolist())}
     missing = [p for p in positions if p not in at]
     if missing:
-        raise Refusal(
-            f"{trace.label}: no row for position {missing[0]}, expected {len(positions)} "
-            "positions; run the judged plan"
-        )
+        what = f"no row for position {missing[0]}, expected {len(positions)} positions"
+        raise Refusal(what, where=trace.label, remedy="run the judged plan")
     return np.array([at[p] for p in positions], np.int64)
 
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from mlxkv.judge.delta import Figures, Tables
+from mlxkv.judge.measure import Measures
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -122,6 +123,11 @@ class Curve:
     positions: tuple[int, ...]
     rms: tuple[float, ...]
 
+    @classmethod
+    def of(cls, plan: str, run: Measures) -> Self:
+        """That of a run of the plan."""
+        return cls(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
+
 
 @dataclass(frozen=True, slots=True)
 class Strip:
@@ -214,21 +220,12 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null."""
         value = asdict(self)
-        curves, floor, distinct = (value.pop(key) for key in ("curves", "floor", "distinct"))
-        return dict(
-            plain(
-                {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
-                | value
-                | {
-                    "gates": [
-                        asdict(g) | {"ran": g.ran, "failed": g.failed, "headroom": g.headroom}
-                        for g in self.gates
-                    ],
-                    "distinct_members": distinct,
-                    "by_position": {"floor": floor, "rms": curves},
-                }
-            )
-        )
+        by_position = {"floor": value.pop("floor"), "rms": value.pop("curves")}
+        value |= {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
+        value |= {"distinct_members": value.pop("distinct"), "by_position": by_position}
+        for gate, shown in zip(self.gates, value["gates"], strict=True):
+            shown |= {"ran": gate.ran, "failed": gate.failed, "headroom": gate.headroom}
+        return dict(plain(value))
 
 
 def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:

@@ -56,8 +56,7 @@ def judge(
     exact_runs, exact_refused = admit(case, exact, "float64")
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
     gates, doubts = _gates(yardstick, measures, runs, exact_runs)
-    reasons = trusted.reasons + refused + exact_refused
-    reasons += engine_reasons([*runs.values(), *exact_runs.values()]) + doubts
+    reasons = trusted.reasons + refused + exact_refused + doubts
     if not candidates and not exact:
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
     outcome = _outcome(gates, reasons, trusted)
@@ -71,10 +70,10 @@ def judge(
         reasons=tuple(reasons),
         notes=tuple(notes(yardstick, runs, gates, outcome)),
         first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
-        figures=_figures(yardstick, runs),
+        figures=delta.all_figures(case, yardstick.truth, runs),
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
-        curves=_curves(measures),
+        curves=tuple(Curve.of(plan, run) for plan, run in measures.items()),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
@@ -107,7 +106,8 @@ def _gates(
         gates += logit_gates(yardstick, plan, run)
         doubts += _too_near(yardstick, plan, run)
     of_cache, odd = cache_gates(yardstick, runs.get("step"))
-    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts + odd
+    doubts = engine_reasons([*runs.values(), *exact.values()]) + doubts + odd
+    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts
 
 
 def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
@@ -149,17 +149,3 @@ def _first_wrong(case: Case, gates: Sequence[Gate]) -> FirstWrong | None:
         return None
     first, gate = min(wrong, key=lambda w: w[0])
     return FirstWrong(first, case.text(first), gate.plan, gate.name, gate.layer)
-
-
-def _figures(yardstick: Yardstick, runs: Mapping[str, Trace]) -> tuple[delta.Figures, ...]:
-    truth = yardstick.case.truth
-    return tuple(
-        delta.figures(trace, truth, yardstick.truth, plan=plan) for plan, trace in runs.items()
-    )
-
-
-def _curves(measures: Mapping[str, Measures]) -> tuple[Curve, ...]:
-    return tuple(
-        Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
-        for plan, run in measures.items()
-    )

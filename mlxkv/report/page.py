@@ -76,13 +76,11 @@ def markdown(
     `third` are the pairs of `delta.three_way` with a third engine, whose own verdict is `other`.
     `page_values` puts the article's values beside ours.
     """
-    ours, model = verdict.subject.engine, phrases.model(manifest)
-    said = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
-    values = _PAGE if page_values else {}
+    ours, values = verdict.subject.engine, _PAGE if page_values else {}
     parts = [
-        [f"# {ours} against transformers: {model}, {manifest.dtype}"],
+        [f"# {ours} against transformers: {phrases.model(manifest)}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
-        [f"- {line}" for line in said if line],
+        _lines(verdict),
         _gates(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
@@ -111,6 +109,11 @@ def to_json(
         "prompt": manifest.prompt,
         "environment": plain(dict(environments)),
     }
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    lines = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
+    return [f"- {line}" for line in lines if line]
 
 
 def _gates(verdict: Verdict) -> list[str]:

@@ -113,7 +113,7 @@ def make_case(
 def _raw_floors(
     truth: Mapping[str, Array], runs: dict[str, Array], caches: dict[str, dict[str, Array]]
 ) -> dict[str, Array]:
-    """As DESIGN.md defines them, written out a second time here."""
+    """The raw errors of the pool, written out a second time here."""
     errors = np.stack([run - truth["logits"] for run in runs.values()])
     shift = errors.mean(-1)
     centred = errors - shift[..., None]

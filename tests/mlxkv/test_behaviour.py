@@ -1,4 +1,4 @@
-"""What is called right, silently wrong, refused and inexpressible: on made-up rows, whose answer is known."""
+"""What is called right, silently wrong, refused, inexpressible: on rows whose answer is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxkv.commands.pitfalls import page as pages
-from mlxkv.commands.pitfalls.behaviour import Right, Seen, watch
+from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen, watch
 from mlxkv.commands.pitfalls.scenarios import (
     NO,
     OTHER_CACHES,
@@ -38,10 +38,10 @@ BRANCHES = {"context_tokens": 8, "dtype": "float32", "branches": 2, "steps": 3} 
 
 
 def scenario(plan: Plan = PLAN, *aims: Aim, **more: Any) -> Scenario:
-    plans: dict[str, Plan | str] = dict.fromkeys(SYSTEMS, plan)
-    return Scenario(
-        "greedy", "a test", plans, aims or (Aim(1, "first"),), dict.fromkeys(SYSTEMS, RIGHT), **more
-    )
+    systems = (*SYSTEMS, *more.pop("others", ()))
+    plans: dict[str, Plan | str] = dict.fromkeys(systems, plan)
+    expected = dict.fromkeys(systems, RIGHT)
+    return Scenario("greedy", "a test", plans, aims or (Aim(1, "first"),), expected, **more)
 
 
 def run(
@@ -76,7 +76,7 @@ def test_rows_within_the_noise_are_right() -> None:
 
 
 def test_rows_decide_and_not_tokens() -> None:
-    """Every token right and one row 40 floors away; and a token that parts at a near tie, all rows right."""
+    """All tokens right, one row 40 floors away; a token that parts at a tie, all rows right."""
     seen = see(run(off={2: 40.0}))
     assert (seen.behaviour, seen.documented) == (WRONG, False)
     assert seen.cost == pytest.approx(40, rel=1e-3)
@@ -145,27 +145,27 @@ def test_what_a_cache_held_and_its_masks_are_kept() -> None:
 
 
 def test_what_is_not_as_documented_is_said_first() -> None:
-    given = scenario(others=dict.fromkeys(OTHER_CACHES, RIGHT))
+    given = scenario(others=OTHER_CACHES)
     seen = {("greedy", system): see(run()) for system in (*SYSTEMS, *OTHER_CACHES)}
     seen["greedy", "T"] = see(run(off={2: 40.0}))
-    text = pages.console([given], seen, report="x/pitfalls.md")
+    matrix = Matrix(
+        model="tiny",
+        source="x",
+        fingerprint="f",
+        scenarios=(given,),
+        seen=seen,
+        rights=TALKS,
+        environments={"T": {"os": "Linux"}},
+        branches=BRANCHES,
+        comparable=False,
+        text=lambda ids: "|".join(map(str, ids)),
+    )
+    text = pages.console(matrix, report="x/pitfalls.md")
     assert (
         "news: greedy on transformers, DynamicCache: silently wrong, documented is right\n" in text
     )
     assert text.endswith("1 of 6 did not behave as documented    report: x/pitfalls.md\n")
-    facts = pages.Facts(
-        "tiny",
-        "x",
-        "f",
-        {"first": PROMPT},
-        {"first": TOKENS},
-        {"T": {"os": "Linux"}},
-        BRANCHES,
-        comparable=False,
-    )
-    page = pages.report(
-        facts, [given], seen, text=lambda ids: "|".join(map(str, ids)), commands=["mlxkv pitfalls"]
-    )
+    page = pages.markdown(matrix, commands=["mlxkv pitfalls"])
     assert page.startswith(
         "# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers"
     )

@@ -1,4 +1,7 @@
-"""What correct runs read at each gate: taken from the judge's own gates, pooled, and never found good where one is beyond a limit."""
+"""What correct runs read at each gate, from the judge's own gates, pooled.
+
+Nothing is found good where one reading is beyond its limit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from mlxkv.cli import cli
 from mlxkv.commands.selftest import calibrate as calibrating
 from mlxkv.commands.selftest import calibration_page as pages
 from mlxkv.commands.selftest import readings
-from mlxkv.commands.selftest.calibrate import Result
+from mlxkv.commands.selftest.calibrate import Calibration
 from mlxkv.commands.selftest.readings import MEMBERS as HELD
 from mlxkv.commands.selftest.readings import ORACLE, PORT, Range, Reading, joined, ranges
 from mlxkv.judge.verdict import judge
@@ -99,8 +102,8 @@ def test_what_is_not_a_number_is_beyond_every_limit_and_the_worst_of_all() -> No
     assert joined([*A, bad]).model == "c"
 
 
-def result(*found: Range, accused: tuple[str, ...] = ()) -> Result:
-    return Result(
+def result(*found: Range, accused: tuple[str, ...] = ()) -> Calibration:
+    return Calibration(
         "float32", 2, found, accused, {"a": ["f" * 64]}, {"mlx": "0.32.4"}, {"torch": "2.13.0"}
     )
 
@@ -140,8 +143,8 @@ correct runs on 2 models: beyond a limit 1, accused 0    report: x.md
 """
     )
     assert (
-        pages.sentence([*A, *B], [])
-        == "every correct run on 2 models is within every limit; the tightest limit is that of sigma, 2.0x on a"
+        pages.sentence([*A, *B], []) == "every correct run on 2 models is within every limit; "
+        "the tightest limit is that of sigma, 2.0x on a"
     )
 
 

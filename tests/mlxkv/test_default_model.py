@@ -28,20 +28,20 @@ def test_the_default_model_agrees(default_oracle: Path, tmp_path: Path) -> None:
     assert f"{verdict['tables']['cached'][0]['max_abs_ref']:.3f}" == "38.246"
 
 
-FOUR = [
+FOUR = (
     "attention scale times 1.001",
     "one stale key row, middle layer",
     "a chunk's positions +1",
     "eps times 1.1 in one norm",
-]
+)
 
 
 def test_four_faults_are_found_in_their_place_and_no_right_run_is_accused() -> None:
-    result = selftesting.run(None, None, faults=FOUR, tiny=False)
-    (trials,) = result.trials.values()
+    done = selftesting.run(selftesting.Request(faults=FOUR, tiny=False))
+    (trials,) = done.trials.values()
     assert [t.fault for t in trials] == [*RIGHTS[:2], *(f.name for f in FAULTS if f.name in FOUR)]
     assert [(t.fault, t.why) for t in trials if not t.passed] == []
-    assert result.exit_code == 0
+    assert done.exit_code == 0
 
 
 def test_a_slightly_wrong_config_differs_although_every_top_1_is_right(

@@ -1,4 +1,4 @@
-"""A seeded fault changes what it should, from the position that it names on, and leaves nothing behind."""
+"""A seeded fault changes what it should, from where it says on, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(
         np.abs(wrong[plan] - right[plan]).max(1) > limit * np.abs(right["full"]).max()
         for plan in right
     ]
-    assert min(int(np.argmax(o)) for o in off if o.any()) == (fault.in_logits or fault.first)(PLACE)
+    assert min(int(np.argmax(o)) for o in off if o.any()) == (fault.in_logits or fault.where.first)(
+        PLACE
+    )
     for plan, before in right.items():
         assert np.array_equal(rows(model, plan), before)

@@ -1,4 +1,7 @@
-"""Faults planted in the port alone, each found at its plan, position, layer, tap and head; a right port is left in peace."""
+"""Faults planted in the port alone, each found at its plan, position, layer, tap and head.
+
+A right port is left in peace.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import command
 import mlx.core as mx
 import models
 import numpy as np
 import pytest
-from command import Done, torch_python
+from command import Done, mlxkv, torch_python
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
@@ -270,7 +272,7 @@ def turned(wrong: Callable[[int, int], bool]) -> Callable[[Llama, Patch], None]:
 def written(
     layer: int, change: Callable[[Cache, Any, Any], None]
 ) -> Callable[[Llama, Patch], None]:
-    """What one layer of a cache stores of the rows it is given, [K, L, D] each; `change` works in place."""
+    """What one layer of a cache stores of its rows, [K, L, D] each; `change` works in place."""
 
     def plant(_: Llama, patch: Patch) -> None:
         real = Cache.extend
@@ -426,7 +428,8 @@ FAULTS = {
         (1,),
         "k",
         (0, 1),
-        "k_proj: the order of its heads (head 0 is the truth's head 1, head 1 is the truth's head 0)",
+        "k_proj: the order of its heads (head 0 is the truth's head 1, "
+        "head 1 is the truth's head 0)",
     ),
     "KV heads interleaved": Fault(
         interleaved_heads("keys and values"),
@@ -441,7 +444,8 @@ FAULTS = {
     "values interleaved": Fault(
         interleaved_heads("values"),
         *("full", 0, EVERY, "attention", (1, 2)),
-        "GQA's head order among the values: query head 1 reads head 1, expected 0; query head 2 reads head 0, expected 1",
+        "GQA's head order among the values: query head 1 reads head 1, expected 0; "
+        "query head 2 reads head 0, expected 1",
         1,
     ),
     "attention's scale times 1.001 in layer 2": Fault(
@@ -629,7 +633,8 @@ def test_where_torch_is_missing_the_note_says_what_the_folder_lacks(
     same, (note,) = locating.with_taps(case)
     assert same is case
     assert note.startswith(
-        "the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, attention, "
+        "the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, "
+        "attention, "
     )
     assert "torch is not installed" in note
 
@@ -663,19 +668,29 @@ def test_a_folder_without_a_tap_never_passes_for_one_with_it(
 # The command.
 
 
-def mlxkv(*arguments: str | Path, env: dict[str, str] | None = None) -> Done:
-    return command.mlxkv("locate", *arguments, env=env)
+def locate_command(*arguments: object, env: dict[str, str] | None = None) -> Done:
+    return mlxkv("locate", *arguments, env=env)
 
 
 def test_the_command_says_that_nothing_stands_out(
     bare: Path, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    done = mlxkv(folder_of("gqa"), "--oracle", bare, "--out", tmp_path)
+    done = locate_command(folder_of("gqa"), "--oracle", bare, "--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     last, report = done.stdout.splitlines()[-2:]
     assert last.startswith("nothing stands out: every tap within ")
     assert report == f"report: {tmp_path / 'locate.md'}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["locate.json", "locate.md", "locate.svg"]
+
+
+def test_a_key_that_is_to_be_ignored_is_ignored_by_the_process_that_records(
+    bare: Path, tmp_path: Path
+) -> None:
+    odd = models.save(tmp_path / "odd", models.config("gqa") | {"surprise": 1})
+    given = (odd, "--oracle", bare, "--out", tmp_path / "out")
+    done = locate_command(*given, "--ignore-key", "surprise")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing stands out" in done.stdout
 
 
 def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
@@ -688,7 +703,7 @@ def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
     )
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     runs = [
-        mlxkv(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env)
+        locate_command(wrong, "--oracle", bare, "--out", tmp_path / name, "--json", env=env)
         for name in ("a", "b")
     ]
     assert [run.returncode for run in runs] == [1, 1]
@@ -734,7 +749,7 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     values[0, 7] = values[0, 6]
     trace.write(tmp_path / "third.safetensors", made.meta, made.arrays)
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
-    done = mlxkv(
+    done = locate_command(
         folder_of("gqa"),
         "--oracle",
         bare,
@@ -747,8 +762,8 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     assert (done.returncode, done.stderr) == (1, "")
     assert "nothing stands out" in done.stdout
     assert (
-        "note: the cause was not looked for: sigma is within its limit at the first 12 positions of plan step\n"
-        in done.stdout
+        "note: the cause was not looked for: sigma is within its limit at the first 12 positions "
+        "of plan step\n" in done.stdout
     )
     assert done.stdout.splitlines()[-2] == "located: position 7, layer 1, values, head 0"
     found = json.loads((tmp_path / "locate.json").read_text())
@@ -777,7 +792,7 @@ def test_the_command_refuses_in_one_line(bare: Path, tmp_path: Path) -> None:
     other = models.save(
         tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1)
     )
-    done = mlxkv(other, "--oracle", bare, "--out", tmp_path / "out")
+    done = locate_command(other, "--oracle", bare, "--out", tmp_path / "out")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "made with weights" in done.stderr
 

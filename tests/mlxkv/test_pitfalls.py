@@ -1,4 +1,4 @@
-"""`mlxkv pitfalls` whole, on a tiny model: every system really runs, and every one behaves as documented."""
+"""`mlxkv pitfalls` on a tiny model: every system really runs, and behaves as documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST, SECOND = (3, 7, 11, 2, 19), (3, 7, 11, 5, 19)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report's folder, by the command line; with a config key that no engine knows, which every process is told to ignore."""
+    """The report's folder; every process is told to ignore a config key that no engine knows."""
     room = tmp_path_factory.mktemp("pitfalls")
     model, out = models.save(room / "model", models.config("gqa") | {"surprise": 1}), room / "out"
     given = [
@@ -113,9 +113,8 @@ def test_a_clone_costs_nothing_at_birth_and_one_copy_at_its_first_write(made: Pa
     ],
 )
 def test_prompts_of_two_kinds_are_refused(options: dict[str, Any], said: str) -> None:
-    none: dict[str, Any] = dict.fromkeys(("prompt", "other_prompt", "tokens", "other_tokens"))
     with pytest.raises(Refusal, match=said):
-        pitfalls.requested(**none | options)
+        pitfalls.Request(**options)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +134,9 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
     said: str,
 ) -> None:
     monkeypatch.setattr(pitfalls, "_right", lambda *_: pytest.fail("the oracle was asked"))
+    tokens, other = ids or (None, None)
+    request = pitfalls.Request(
+        model=str(folder_of("gqa")), tokens=tokens, other_tokens=other, steps=steps
+    )
     with pytest.raises(Refusal, match=said):
-        pitfalls.run(pitfalls.Request(model=str(folder_of("gqa")), ids=ids, steps=steps))
+        pitfalls.run(request)

@@ -1,4 +1,4 @@
-"""Everything under reports/ is made by one command, the same each time, and a check tells when it is not."""
+"""All of reports/ is made by one command, the same each time, and a check tells when it is not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxkv.cli import PARTS
+from mlxkv.commands import diff
 from mlxkv.commands import reports as parts
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Long, Prompt
@@ -33,7 +34,9 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     patch.setattr(
         pitfalls,
         "Request",
-        partial(Asked, model=model, ids=((3, 7, 11, 2, 19), (3, 7, 11, 5, 19)), steps=6),
+        partial(
+            Asked, model=model, tokens=(3, 7, 11, 2, 19), other_tokens=(3, 7, 11, 5, 19), steps=6
+        ),
     )
     patch.setattr(pitfalls, "run", matrix)
     patch.setattr(selftesting, "run", trials(model))
@@ -50,13 +53,15 @@ matrix = cache(pitfalls.run)
 
 
 @cache
-def trials(model: str) -> Callable[..., selftesting.Result]:
-    return cache(lambda *_: Tried(model, None, tiny=False, faults=(FAULTS[0].name,)))
+def trials(model: str) -> Callable[..., selftesting.Selftest]:
+    request = selftesting.Request(model=model, tiny=False, faults=(FAULTS[0].name,))
+    return cache(lambda _: Tried(request))
 
 
 @cache
-def calibration(model: str) -> Callable[..., calibrating.Result]:
-    return cache(lambda *_: Calibrated(model, None, tiny=False, seeds=1))
+def calibration(model: str) -> Callable[..., calibrating.Calibration]:
+    request = calibrating.Request(model=model, tiny=False, seeds=1)
+    return cache(lambda _: Calibrated(request))
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +145,8 @@ def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
     (path,) = reports.glob("*/*/long/compare.md")
     value = json.loads(path.with_suffix(".json").read_text())
     assert (
-        "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; the last 4 are decoded"
-        in path.read_text()
+        "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; "
+        "the last 4 are decoded" in path.read_text()
     )
     assert value["subject"]["tokens"] == list(prompts.drawn(12, vocab_size=40))
     assert (value["subject"]["prompt_tokens"], value["generated"]) == (
@@ -154,7 +159,17 @@ def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
 def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
     reports: Path,
 ) -> None:
-    assert parts.check(reports) == []
+    assert parts.check(reports) == diff.Checked(())
+    (path,) = reports.glob("*/*/compare.md")
+    shorter = path.read_text().replace("--", "-")
+    path.write_text(shorter)
+    index = reports / "README.md"
+    index.write_text(index.read_text().replace("agree", "differ"))
+    found = parts.check(reports, only=["compare"])
+    list(parts.write(reports, only=["compare"]))
+    assert found.differences == (
+        "README.md: not the index of the reports beside it; run `mlxkv reports`",
+    )
     (path,) = reports.glob("*/*/compare.json")
     value = json.loads(path.read_text())
     kept = path.read_text()
@@ -164,7 +179,7 @@ def test_the_check_is_silent_on_what_was_just_made_and_loud_on_what_was_changed(
     (other,) = reports.rglob("pitfalls.json")
     known = other.read_text()
     other.write_text(known.replace('"refused"', '"right"', 1))
-    found = parts.check(reports, only=["compare", "pitfalls"])
+    found = parts.check(reports, only=["compare", "pitfalls"]).differences
     path.write_text(kept)
     other.write_text(known)
     assert len(found) == 3

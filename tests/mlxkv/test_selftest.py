@@ -1,4 +1,7 @@
-"""The selftest on small models: every fault found in its place, in float32 and in half precision; and what was measured is of today."""
+"""The selftest on small models: every fault found in its place, in float32 and half precision.
+
+And what the package has measured is of today's faults and limits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from mlxkv.commands.selftest import run as selftesting
 from mlxkv.commands.selftest.faults import FAULTS, applies
 from mlxkv.commands.selftest.models import COMMON, LAYOUTS, Tiny
 from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial, unseen
-from mlxkv.commands.selftest.worker import Bench, Loaded
+from mlxkv.commands.selftest.worker import Experiment, Ports
 from mlxkv.engines.oracle import judged
 from mlxkv.judge import power
 from mlxkv.judge.case import read_case
@@ -45,8 +48,8 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
     layout: str, std: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selftesting, "TINY", (Tiny(layout, std, 0),))
-    result = selftesting.run(None, None, faults=(), tiny=True, real=False, dtype=dtype)
-    ((name, trials),) = result.trials.items()
+    done = selftesting.run(selftesting.Request(real=False, dtype=dtype))
+    ((name, trials),) = done.trials.items()
     of = of_layout(layout)
     rights = RIGHTS if sys.platform == "linux" else RIGHTS[:2]
     assert [t.fault for t in trials] == [
@@ -59,7 +62,7 @@ def test_every_fault_is_found_in_its_place_and_no_correct_run_accused(
         dtype != "float32"
         or "calls of several tokens are noisier than single ones" in hints["TF32-like matmul"]
     )
-    assert (result.exit_code, name, result.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
+    assert (done.exit_code, name, done.to_json()["dtype"]) == (0, f"{layout}-{std:g}-0", dtype)
 
 
 def test_a_branch_that_writes_into_its_parent_is_accused(
@@ -76,8 +79,8 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
         fingerprint=case.manifest.fingerprint,
         config_digest=case.manifest.config_digest,
     )
-    bench = Bench(case, plans, Loaded(models, meta, {"tanh": 0.0}))
-    assert bench.right(BRANCH).why == ""
+    experiment = Experiment(case, plans, Ports(models, meta, {"tanh": 0.0}))
+    assert experiment.correct(BRANCH).why == ""
     put = cache._put
 
     def careless(buffer: Any, rows: Any, at: int) -> Any:
@@ -88,7 +91,7 @@ def test_a_branch_that_writes_into_its_parent_is_accused(
         return buffer
 
     monkeypatch.setattr(cache, "_put", careless)
-    found = bench.right(BRANCH)
+    found = experiment.correct(BRANCH)
     assert (found.outcome, found.position) == ("differ", 5)
     assert found.why.startswith("differ: ")
 
@@ -178,7 +181,10 @@ def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(
     power.write(path, "bfloat16", {"a": models["a"]}, limits=LIMITS)
     power.write(path, "float16", models, limits=LIMITS)
     assert sorted(power.read(path)) == ["bfloat16", "float16"]
-    said = "in float16 lane B alone lets 3 of 30 seeded faults pass (on every model: y; on some: x, z; measured on a, b)"
+    said = (
+        "in float16 lane B alone lets 3 of 30 seeded faults pass "
+        "(on every model: y; on some: x, z; measured on a, b)"
+    )
     assert power.note(power.read(path), "float16", LIMITS) == said
     how = "`mlxkv selftest --dtype float16 --power FILE` measures it"
     assert power.note(power.read(path), "float16", LIMITS | {"SIGMA": 9.0}) == (
@@ -286,6 +292,7 @@ def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: P
     (folder / "calibration.json").write_text(json.dumps({"readings": [], "exit_code": 0}))
     rows = [line for line in reports.index(tmp_path).splitlines() if line.startswith("| [")]
     assert rows == [
-        "| [calibration](model/machine/calibration.md) | model | machine | every correct run within every limit |",
+        "| [calibration](model/machine/calibration.md) | model | machine "
+        "| every correct run within every limit |",
         "| [selftest](model/machine/selftest.md) | model | machine | 1 of 2 runs judged wrongly |",
     ]

@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,8 +58,14 @@ def aged(folder: Path, seconds: float = 10) -> Path:
     return folder
 
 
-def refused(model: object, **kwargs: str) -> str:
+def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The one line with which a call is refused."""
     with pytest.raises(Refusal) as caught:
-        resolve(str(model), **kwargs)
+        call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def refused(model: object, **options: Any) -> str:
+    """Why there is no checkpoint of that name."""
+    return refusal(resolve, str(model), **options)

@@ -9,11 +9,12 @@ import sys
 import models
 import numpy as np
 import pytest
+from folders import refusal
 
 import oracle
 from oracle import folder
 from oracle.formats import disk, plan, run_folder, trace
-from oracle.formats.errors import Refusal
+from oracle.pool import reference
 from oracle.question import ask
 from oracle.truth import llama, record
 
@@ -80,13 +81,6 @@ def kept(model, tmp_path_factory):
 @pytest.fixture
 def copy(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / "copy")
-
-
-def refused(function, *args, **kwargs):
-    with pytest.raises(Refusal) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def names(path):
@@ -273,12 +267,12 @@ def test_a_changed_byte_is_found_by_file(copy, name):
         old = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([old[0] ^ 1]))
-    assert refused(folder.check, copy).startswith(f"{copy / name}: sha256 is ")
+    assert refusal(folder.check, copy).startswith(f"{copy / name}: sha256 is ")
 
 
 def test_a_missing_file_is_not_a_pass(copy):
     (copy / "floors.safetensors").unlink()
-    assert refused(folder.check, copy).startswith(f"{copy / 'floors.safetensors'}: cannot be read")
+    assert refusal(folder.check, copy).startswith(f"{copy / 'floors.safetensors'}: cannot be read")
 
 
 def edited(path, **changes):
@@ -320,15 +314,15 @@ def rehashed(path, name):
         (lambda m: {"proofs": {}}, "proof truth_agreement is None"),
     ],
 )
-def test_a_manifest_that_says_something_else_is_refused(copy, change, named):
+def test_a_manifest_that_says_something_else_is_refusal(copy, change, named):
     edited(copy, **change(run_folder.read_manifest(copy)))
-    assert named in refused(folder.check, copy)
+    assert named in refusal(folder.check, copy)
 
 
-def test_a_trace_of_another_plan_is_refused(copy):
+def test_a_trace_of_another_plan_is_refusal(copy):
     shutil.copy(copy / "reference-step.safetensors", copy / "reference-full.safetensors")
     rehashed(copy, "reference-full.safetensors")
-    assert "reference-full.safetensors: plan digest is" in refused(folder.check, copy)
+    assert "reference-full.safetensors: plan digest is" in refusal(folder.check, copy)
 
 
 def test_a_number_that_is_not_finite_is_found(copy):
@@ -338,7 +332,7 @@ def test_a_number_that_is_not_finite_is_found(copy):
     arrays["logits"][7, 3] = np.inf
     trace.write(path, made.meta, arrays)
     rehashed(copy, path.name)
-    assert refused(folder.check, copy).startswith(f"{path}: logits is not finite at position 7")
+    assert refusal(folder.check, copy).startswith(f"{path}: logits is not finite at position 7")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +377,7 @@ def test_every_input_changes_the_digest():
 
 def test_an_existing_folder_is_replaced_only_by_force(model, copy, monkeypatch):
     before = (copy / "manifest.json").read_bytes()
-    assert "replace them with --force" in refused(
+    assert "replace them with --force" in refusal(
         oracle.run, model, out=copy, tokens=[1, 2], steps=2, threads=1
     )
     assert (copy / "manifest.json").read_bytes() == before
@@ -401,7 +395,7 @@ def test_a_damaged_folder_of_ours_can_be_replaced(model, copy):
 
 def test_somebody_elses_folder_is_never_replaced(model, copy):
     (copy / "thesis.tex").write_text("years of work")
-    assert f"{copy}: holds thesis.tex" in refused(
+    assert f"{copy}: holds thesis.tex" in refusal(
         oracle.run, model, out=copy, tokens=[1, 2], steps=2, force=True
     )
     assert (copy / "thesis.tex").read_text() == "years of work"
@@ -430,7 +424,7 @@ def test_a_failed_proof_is_written_down_and_fails_the_check(model, tmp_path, mon
     assert manifest.proofs["truth_agreement"] < 1e-13
     assert manifest.proofs["transformers_double"] > 3e-6
     assert "FAILS" in folder.show(tmp_path / "out")
-    assert "transformers_double is" in refused(folder.check, tmp_path / "out")
+    assert "transformers_double is" in refusal(folder.check, tmp_path / "out")
 
 
 def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path):
@@ -438,16 +432,31 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
     tensors = models.tensors_of(config)
     tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
     model = models.write(tmp_path / "m", config, tensors)
-    assert "not finite" in refused(
+    assert "not finite" in refusal(
         oracle.run, str(model), out=tmp_path / "out", tokens=[1, 2], steps=0, threads=1
     )
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+def test_a_run_of_the_pool_that_is_not_finite_is_refused(model, tmp_path, monkeypatch):
+    right = reference.Reference.run
+
+    def run(self, plan, *, attention="sdpa"):
+        made = right(self, plan, attention=attention)
+        if attention == "eager":
+            made.logits[3, 4] = np.inf
+        return made
+
+    monkeypatch.setattr(reference.Reference, "run", run)
+    line = refusal(oracle.run, model, out=tmp_path / "x", tokens=models.tokens(6), steps=0)
+    assert line.startswith("transformers trace of plan 'full': logits is not finite at position 3")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unwritable_place_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
-        assert str(out) in refused(oracle.run, "no such model", out=out, tokens=[1, 2])
+        assert str(out) in refusal(oracle.run, "no such model", out=out, tokens=[1, 2])
 
 
 @pytest.mark.parametrize(
@@ -470,7 +479,7 @@ def test_an_unwritable_place_is_refused_before_any_work(tmp_path):
     ],
 )
 def test_a_question_that_cannot_be_asked_is_refused_before_torch_is_needed(model, asked, named):
-    assert named in refused(ask, model, **asked)
+    assert named in refusal(ask, model, **asked)
 
 
 @pytest.mark.parametrize(

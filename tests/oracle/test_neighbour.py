@@ -8,6 +8,7 @@ import neighbours
 import numpy as np
 import pytest
 import torch
+from folders import refusal
 from neighbours import MODELS, PROMPT, TOKENS, VOCAB
 from safetensors.torch import load_file, save_file
 
@@ -52,10 +53,7 @@ def asked(place: Path, tmp_path: Path, **more: object) -> run_folder.Manifest:
 
 def refused(place: Path, **more: str) -> str:
     """Why transformers is not built from it, in one line."""
-    with pytest.raises(Refusal) as caught:
-        reference.Reference(resolve(str(place), **more))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(lambda: reference.Reference(resolve(str(place), **more)))
 
 
 def pool(run: Path) -> dict[str, trace.Trace]:

@@ -10,6 +10,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from folders import refusal
 from safetensors.torch import save_file
 
 from oracle.formats.errors import Refusal
@@ -258,13 +259,6 @@ def test_the_fingerprint_is_of_the_words(tmp_path: Path) -> None:
 
 
 # Refusals.
-
-
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(Refusal) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

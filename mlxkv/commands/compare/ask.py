@@ -107,11 +107,10 @@ def _given(request: Request, folder: Path) -> Answer:
     if request.engine == "port":
         require_llama(checkpoint)
     if manifest.fingerprint != checkpoint.fingerprint:
-        raise Refusal(
-            f"{folder}: made with weights {manifest.fingerprint[:16]}, but {checkpoint.source} "
-            f"holds {checkpoint.fingerprint[:16]}; run the oracle on these weights, or name the "
-            "model that the folder was made with"
-        )
+        found, expected = manifest.fingerprint[:16], checkpoint.fingerprint[:16]
+        what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
+        remedy = "run the oracle on these weights, or name the model that the folder was made with"
+        raise Refusal(what, where=folder, remedy=remedy)
     return _answer(checkpoint, folder, manifest, None)
 
 
@@ -123,15 +122,13 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
         ("dtype", request.dtype, manifest.dtype),
     ):
         if wanted is not None and wanted != found:
-            raise Refusal(
-                f"{where}: {name} is {found!r}, expected {wanted!r} as asked for; "
-                f"leave --{name} out or make another folder"
-            )
+            what = f"{name} is {found!r}, expected {wanted!r} as asked for"
+            remedy = f"leave --{name} out or make another folder"
+            raise Refusal(what, where=where, remedy=remedy)
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
-            raise Refusal(
-                f"--{name}: {where} has its own plans; leave the option out or make another folder"
-            )
+            remedy = "leave the option out or make another folder"
+            raise Refusal(f"{where} has its own plans", where=f"--{name}", remedy=remedy)
 
 
 def _answer(
@@ -169,10 +166,8 @@ def _sequence(request: Request, checkpoint: Checkpoint) -> tuple[str | None, lis
         return None, list(request.tokens)
     tokenizer = tokenizers.load(checkpoint.folder)
     if tokenizer is None:
-        raise Refusal(
-            f"{checkpoint.folder}: no tokenizer.json, expected one for --prompt; "
-            "give the ids with --tokens"
-        )
+        what, remedy = "no tokenizer.json, expected one for --prompt", "give the ids with --tokens"
+        raise Refusal(what, where=checkpoint.folder, remedy=remedy)
     if tokenizer.warning is not None:
         print(f"warning: {tokenizer.warning}", file=sys.stderr)
     prompt = DEFAULT_PROMPT if request.prompt is None else request.prompt
@@ -183,7 +178,7 @@ def _require_room(ids: list[int], steps: int, checkpoint: Checkpoint, beyond: st
     most = checkpoint.max_positions
     tokenizers.check_ids(ids, vocab_size=checkpoint.vocab_size, max_positions=most)
     if len(ids) + max(0, steps - 1) > most:
-        raise Refusal(
-            f"--steps {steps}: {len(ids)} tokens and {steps - 1} after them, expected at most "
-            f"{most} (max_position_embeddings{beyond}); take fewer steps or a shorter prompt"
-        )
+        expected = f"expected at most {most} (max_position_embeddings{beyond})"
+        what = f"{len(ids)} tokens and {steps - 1} after them, {expected}"
+        remedy = "take fewer steps or a shorter prompt"
+        raise Refusal(what, where=f"--steps {steps}", remedy=remedy)

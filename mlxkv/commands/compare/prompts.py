@@ -79,14 +79,14 @@ def read(path: Path) -> tuple[Prompt, ...]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise Refusal(f"{path}: cannot be read as UTF-8 text ({why}); check the path") from error
+        what = f"cannot be read as UTF-8 text ({one_line(error)})"
+        raise Refusal(what, where=path, remedy="check the path") from error
     # Not splitlines: what else Unicode calls the end of a line may stand in a prompt.
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1)]
     lines = [(i, line) for i, line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:
         expected = 'expected a line or more, of text or as {"prompt": "..."}'
-        raise Refusal(f"{path}: no prompts, {expected}; add some")
+        raise Refusal(f"no prompts, {expected}", where=path, remedy="add some")
     if path.suffix == ".jsonl" or lines[0][1].lstrip().startswith("{"):
         found = [_prompt(line, i, f"{path}: line {i}") for i, line in lines]
     else:
@@ -119,7 +119,5 @@ def _require_different(found: Sequence[Prompt], lines: Sequence[int], path: Path
     for prompt, line in zip(found, lines, strict=True):
         first = seen.setdefault(prompt.name.lower(), line)
         if first != line:
-            raise Refusal(
-                f"{path}: line {line}: name {json.dumps(prompt.name)} is that of line {first} too, "
-                "expected another; rename one"
-            )
+            what = f"name {json.dumps(prompt.name)} is that of line {first} too, expected another"
+            raise Refusal(what, where=f"{path}: line {line}", remedy="rename one")

@@ -1,21 +1,22 @@
-"""From the first wrong tap to words: what kind of fault makes this tap wrong while all before it are right.
+"""From the first wrong tap to words: what makes this tap wrong while all before it are right.
 
-Everything here looks at one layer that was fed the truth's input, so an error in a tap was made between it and the taps
-before. The words name what to look at; where the numbers allow, they name the row, the head or the factor.
+Everything here looks at one layer that was fed the truth's input, so an error in a tap was made
+between it and the taps before. The words name what to look at and, where the numbers allow, the
+row, the head or the factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from mlxkv.commands.locate.layers import HEADED, Layer
 from mlxkv.judge.measure import Array, Floats
 
-EQUAL = (
-    1e-12  # of a tap's largest value: two float64 runs of the same formulas; see locate.py's TAP
-)
+EQUAL = 1e-12
+"""Of a tap's largest value: as near as two float64 runs of the same formulas are, and nearer."""
 _ALIKE = 1e-3  # of an error: what makes two errors the same one
 
 # A projection, its input, and its name in the checkpoint.
@@ -32,7 +33,8 @@ _PLAIN = {
     "embedding": "the embedding: its weights, or other token ids",
     "activation": "the activation: silu, or its product with up",
     "hidden": "the residual: what leaves the layer is not what entered it plus o_proj plus down",
-    "logits": "behind the layers: the final norm's eps or weight, or the head's weights (tied to the embedding or not)",
+    "logits": "behind the layers: the final norm's eps or weight, or the head's weights (tied to "
+    "the embedding or not)",
 }
 
 
@@ -54,9 +56,7 @@ def explain(layer: Layer, tap: str, first: int, heads: Sequence[int]) -> str:
 
 
 def _norm(layer: Layer, tap: str) -> str:
-    pair = layer.pair(tap)
-    assert pair is not None
-    mine, its = pair[0][0], pair[1][0]
+    mine, its = (array[0] for array in layer.both(tap))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(np.abs(its) > 1e-6 * np.abs(its).max(), mine / its, np.nan) - 1
     most = np.nanmax(np.abs(ratio))
@@ -67,32 +67,31 @@ def _norm(layer: Layer, tap: str) -> str:
         wrong = np.flatnonzero(np.nanmax(np.abs(ratio), axis=0) > EQUAL)
         return f"RMSNorm: the norm's weight ({_some('channel', wrong, ratio.shape[1])})"
     if tap == "post_norm":
-        return "the residual before the norm (what entered the layer plus o_proj), or RMSNorm's own formula"
+        entered = "what entered the layer plus o_proj"
+        return f"the residual before the norm ({entered}), or RMSNorm's own formula"
     return "RMSNorm: its formula, or another input than what the layer was given"
 
 
 def _spread(ratio: Floats, axis: int) -> float:
     """The largest range along an axis."""
-    filled = np.where(np.isnan(ratio), -np.inf, ratio).max(axis) - np.where(
-        np.isnan(ratio), np.inf, ratio
-    ).min(axis)
-    return float(np.max(filled))
+    missing = np.isnan(ratio)
+    highest = np.where(missing, -np.inf, ratio).max(axis)
+    return float(np.max(highest - np.where(missing, np.inf, ratio).min(axis)))
 
 
 def _projection(layer: Layer, tap: str, heads: Sequence[int]) -> str:
     source, name = _LINEAR[tap]
-    order, pair, given = _order(layer, tap, heads), layer.pair(tap), layer.pair(source)
-    assert pair is not None
-    mine, its = _flat(pair[0]), _flat(pair[1])
+    order, given = _order(layer, tap, heads), layer.pair(source)
+    if order:
+        return f"{name}: the order of its heads ({order})"
+    mine, its = map(_flat, layer.both(tap))
     error = mine - its
     wrong = np.flatnonzero(~(np.abs(error).max(0) <= EQUAL * np.abs(its).max()))
-    words = f"{name}: its weight or bias ({_some('output', wrong, its.shape[1])})"
-    if order:
-        return f"{name}: the order of its heads{order}"
-    if len(wrong) != 1 or given is None:
-        return words
-    column = _column(error[:, wrong[0]], _flat(given[1]))
-    return words if column is None else f"{name}.weight: the single weight [{wrong[0]}, {column}]"
+    if len(wrong) == 1 and given is not None:
+        column = _column(error[:, wrong[0]], _flat(given[1]))
+        if column is not None:
+            return f"{name}.weight: the single weight [{wrong[0]}, {column}]"
+    return f"{name}: its weight or bias ({_some('output', wrong, its.shape[1])})"
 
 
 def _column(error: Floats, given: Floats) -> int | None:
@@ -114,31 +113,23 @@ def _rope(first: int) -> str:
 
 
 def _cache(layer: Layer, tap: str, row: int, head: int) -> str:
-    pair = layer.pair(tap)
-    assert pair is not None
-    held, true = pair[0][head], pair[1][head]
+    held, true = (array[head] for array in layer.both(tap))
     where = f"the cache: row {row} of its {tap} in layer {layer.number}, head {head}"
     if np.isnan(held[row]).any():
         return f"{where}, is missing"
-    same = [j for j in range(len(true)) if j != row and _near(held[row], true[j], true)]
-    if same:
-        moved = (
-            "a token was lost or moved before it"
-            if row + 1 < len(true) and _follows(held, true, row, same[0] - row)
-            else "stale"
-        )
-        return f"{where}, is the truth's row {same[0]}: {moved}"
+    same = next((j for j in range(len(true)) if j != row and _near(held[row], true[j], true)), None)
+    if same is not None:
+        # Is the next row off by as many rows as this one?
+        mine, its = row + 1, same + 1
+        moved = max(mine, its) < len(true) and _near(held[mine], true[its], true)
+        why = "a token was lost or moved before it" if moved else "stale"
+        return f"{where}, is the truth's row {same}: {why}"
     if not held[row].any():
         return f"{where}, is empty"
     for dtype in ("float32", "float16", "bfloat16"):
         if _near(held[row], rounded(true[row], dtype), true):
             return f"{where}, is rounded to {dtype}"
     return f"{where}, is none of the truth's rows: overwritten, or written for another position"
-
-
-def _follows(held: Array, true: Array, row: int, shift: int) -> bool:
-    """Whether the next row is off by as many rows as this one."""
-    return 0 <= row + 1 + shift < len(true) and _near(held[row + 1], true[row + 1 + shift], true)
 
 
 def _near(a: Array, b: Array, whole: Array) -> bool:
@@ -151,64 +142,62 @@ def rounded(values: Floats, dtype: str) -> Floats:
         return np.asarray(values, dtype).astype(np.float64)
     bits = np.asarray(values, np.float32).view(np.uint32)
     # To the nearest, ties to even: numpy has no bfloat16.
-    kept = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
-        0xFFFF0000
-    )
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    kept = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
     return np.asarray(kept.view(np.float32), np.float64)
 
 
 def _scores(layer: Layer, heads: Sequence[int]) -> str:
-    pair = layer.pair("scores")
-    assert pair is not None
-    mine, its = pair
-    n = its.shape[1]
-    future = np.arange(n)[None, :] > np.arange(n)[:, None]
-    for shown, words in (
-        ((mine != 0) & future, "lets it see"),
-        ((mine == 0) & (its != 0) & ~future, "hides from it"),
-    ):
-        if shown.any():
-            _, query, key = (int(i) for i in np.argwhere(shown)[0])
+    mine, its = layer.both("scores")
+    positions = np.arange(its.shape[1])
+    future = positions[None, :] > positions[:, None]
+    sees, misses = (mine != 0) & future, (mine == 0) & (its != 0) & ~future
+    for odd, words in ((sees, "lets it see"), (misses, "hides from it")):
+        if odd.any():
+            _, query, key = (int(i) for i in np.argwhere(odd)[0])
             return f"the mask: at position {query} it {words} the key of position {key}"
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (mine / its)[np.abs(its) > 1e-6 * np.abs(its).max()]
     if ratio.size and np.ptp(ratio) <= _ALIKE * abs(ratio.mean() - 1):
-        return f"the attention's scale: every score is {ratio.mean():.6g} times the truth's (1 / sqrt(head_dim) is right)"
-    read = _read(layer, heads, "scores", lambda scores, _: scores)
+        times = f"every score is {ratio.mean():.6g} times the truth's"
+        return f"the attention's scale: {times} (1 / sqrt(head_dim) is right)"
+    read = _read(layer, heads, "scores")
     if read:
         return f"GQA's head order: {read}"
-    return "scores of right queries and keys: which key head a query head reads (GQA), a key row of the cache, or the scale"
+    return (
+        "scores of right queries and keys: which key head a query head reads (GQA), a key row of "
+        "the cache, or the scale"
+    )
 
 
 def _attention(layer: Layer, heads: Sequence[int]) -> str:
-    read = _read(layer, heads, "attention", lambda scores, values: _softmax(scores) @ values)
+    read = _read(layer, heads, "attention")
     if read:
         return f"GQA's head order among the values: {read}"
-    return "attention with right scores: softmax, GQA's head order among the values, or a value row of the cache"
+    return (
+        "attention with right scores: softmax, GQA's head order among the values, or a value row "
+        "of the cache"
+    )
 
 
-def _read(
-    layer: Layer, heads: Sequence[int], tap: str, formula: Callable[[Floats, Floats], Floats]
-) -> str | None:
-    """Which key/value head each wrong query head reads, by the last position's row, where that is another one."""
-    found = [layer.pair(name) for name in (tap, "q_rope", "k_rope", "v")]
-    pairs = [pair for pair in found if pair is not None]
-    if len(pairs) < len(found):
+def _read(layer: Layer, heads: Sequence[int], tap: Literal["scores", "attention"]) -> str | None:
+    """Which key/value head each wrong query head reads, if each reads another one than it should.
+
+    By the last position's row. For scores the keys may be another head's, for attention the values.
+    """
+    pairs = [layer.pair(name) for name in (tap, "q_rope", "k_rope", "v")]
+    if any(pair is None for pair in pairs):
         return None
-    (mine, its), (_, queries), (_, keys), (_, values) = pairs
-    told = []
+    (mine, its), (_, queries), (_, keys), (_, values) = (pair for pair in pairs if pair is not None)
+    found = []
     for head in heads:
+        right = head * len(keys) // len(queries)
+        query = queries[head, -1] / np.sqrt(keys.shape[2])
         for j in range(len(keys)):
-            scores = keys[j] @ queries[head, -1] / np.sqrt(keys.shape[2])
-            # For scores the keys may be another head's, for attention the values.
-            right = (
-                keys[head * len(keys) // len(queries)] @ queries[head, -1] / np.sqrt(keys.shape[2])
-            )
-            if _near(mine[head, -1], formula(scores if tap == "scores" else right, values[j]), its):
-                told.append(
-                    f"query head {head} reads head {j}, expected {head * len(keys) // len(queries)}"
-                )
-    return "; ".join(told) if len(told) == len(heads) > 0 else None
+            row = keys[j] @ query if tap == "scores" else _softmax(keys[right] @ query) @ values[j]
+            if _near(mine[head, -1], row, its):
+                found.append(f"query head {head} reads head {j}, expected {right}")
+    return "; ".join(found) if len(found) == len(heads) > 0 else None
 
 
 def _softmax(scores: Floats) -> Floats:
@@ -217,30 +206,26 @@ def _softmax(scores: Floats) -> Floats:
 
 
 def _order(layer: Layer, tap: str, heads: Sequence[int]) -> str:
-    """Which other head of the truth each wrong head is, where that is so of all of them."""
-    pair = layer.pair(tap)
-    if pair is None or tap not in HEADED:
+    """Which other head of the truth each wrong head is; "" where one of them is none."""
+    if tap not in HEADED or not heads:
         return ""
-    mine, its = pair
-    found = {
-        h: [j for j in range(len(its)) if j != h and _near(mine[h], its[j], its)] for h in heads
-    }
-    if not heads or not all(found.values()):
-        return ""
-    return (
-        " ("
-        + ", ".join(f"head {h} is the truth's head {others[0]}" for h, others in found.items())
-        + ")"
-    )
+    mine, its = layer.both(tap)
+    found = []
+    for head in heads:
+        others = [j for j in range(len(its)) if j != head and _near(mine[head], its[j], its)]
+        if not others:
+            return ""
+        found.append(f"head {head} is the truth's head {others[0]}")
+    return ", ".join(found)
 
 
 def _some(what: str, wrong: Array, count: int) -> str:
+    """Which of `count` channels or outputs are wrong, the first four by number."""
     if len(wrong) == count:
         return f"all {count} {what}s"
-    shown = ", ".join(map(str, wrong[:4].tolist())) + (
-        f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    )
-    return f"{what}{'s' if len(wrong) > 1 else ''} {shown} of {count}"
+    first = ", ".join(map(str, wrong[:4].tolist()))
+    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    return f"{what}{'s' if len(wrong) > 1 else ''} {first}{more} of {count}"
 
 
 def _flat(array: Array) -> Floats:

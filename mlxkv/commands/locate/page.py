@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxkv.commands.locate.place import TAP, Located, TapRow
+from mlxkv.report.phrases import model
 from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
 from oracle.formats.run_folder import Manifest
 
 HEAD = ("layer", "tap", "isolated", "propagated", "first wrong", "wrong heads")
-WORDS = (
-    (
-        "isolated",
-        "each layer fed the float64 truth's input: what is wrong here was made wrong in this layer",
-    ),
-    ("propagated", "the same run with each layer fed what the layer before really gave"),
-    (
-        "tap",
-        "a place inside a layer, in the order of computation; errors are relative to the truth's largest value there",
-    ),
-    (
-        "keys, values",
-        "what the cache holds at the end of the plan, beside k_rope and v, which went into it",
-    ),
-    ("logits", "behind the layers: the final norm and the head"),
-    (
-        "full, step, chunked",
-        "the whole sequence in one call; the prompt, then single tokens; the prompt in several calls, then single tokens",
-    ),
-)
+WORDS = {
+    "isolated": "each layer fed the float64 truth's input: what is wrong here was made wrong in "
+    "this layer",
+    "propagated": "the same run with each layer fed what the layer before really gave",
+    "tap": "a place inside a layer, in the order of computation; errors are relative to the "
+    "truth's largest value there",
+    "keys, values": "what the cache holds at the end of the plan, beside k_rope and v, which went "
+    "into it",
+    "logits": "behind the layers: the final norm and the head",
+    "full, step, chunked": "the whole sequence in one call; the prompt, then single tokens; the "
+    "prompt in several calls, then single tokens",
+}
 
 
 def sentence(found: Located) -> str:
@@ -37,38 +30,37 @@ def sentence(found: Located) -> str:
         return f"cannot tell: {found.reasons[0]}"
     if found.outcome == "nothing":
         worst = max(found.rows, key=lambda r: r.isolated, default=None)
-        return "nothing stands out" + (
-            f": every tap within {number(worst.isolated)} of the truth (limit {TAP:g})"
-            if worst
-            else ""
-        )
-    places = [f"position {found.position}"] if found.position is not None else []
-    places += [f"layer {found.layer}"] if found.layer is not None else []
-    places += [found.tap] if found.tap is not None else []
-    places += [f"head {found.head}"] if found.head is not None else []
-    return f"located: {', '.join(places) or 'no place'}"
+        if worst is None:
+            return "nothing stands out"
+        within = number(worst.isolated)
+        return f"nothing stands out: every tap within {within} of the truth (limit {TAP:g})"
+    places = [
+        f"position {found.position}" if found.position is not None else None,
+        f"layer {found.layer}" if found.layer is not None else None,
+        found.tap,
+        f"head {found.head}" if found.head is not None else None,
+    ]
+    return f"located: {', '.join(name for name in places if name is not None) or 'no place'}"
 
 
 def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str, str]]:
     """What was located, name by name."""
     if found.outcome != "located":
         return []
-    token = f" {quoted(found.token)}" if found.token is not None else ""
-    kind = f": {found.kind}" if found.kind and found.tap is None else ""
-    rows = [("plan", found.plan or "-")]
-    rows.append(
-        (
-            "position",
-            f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
-            if found.position is not None
-            else "-",
-        )
-    )
-    rows.append(("layer", _layers(found, layers) if found.layer is not None else "-"))
-    rows.append(("tap", found.tap or "-"))
+    position = "-"
+    if found.position is not None:
+        token = f" {quoted(found.token)}" if found.token is not None else ""
+        kind = f": {found.kind}" if found.kind and found.tap is None else ""
+        position = f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
     heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
-    rows.append(("heads", heads if found.heads else "-"))
-    rows.append(("hint", found.hint or "-"))
+    rows = [
+        ("plan", found.plan or "-"),
+        ("position", position),
+        ("layer", _layers(found, layers)),
+        ("tap", found.tap or "-"),
+        ("heads", heads if found.heads else "-"),
+        ("hint", found.hint or "-"),
+    ]
     return rows + ([("cause", found.cause)] if found.cause else [])
 
 
@@ -76,13 +68,12 @@ def console(
     found: Located, manifest: Manifest, *, engine: str, layers: int, report: str | None = None
 ) -> str:
     """What `locate` prints."""
-    lines = [f"{_model(manifest)}  {manifest.dtype}  {engine}", ""]
-    told = facts(found, manifest, layers=layers)
-    lines += [*(f"{name:10}{text}" for name, text in told), ""] if told else []
+    lines = [f"{model(manifest)}  {manifest.dtype}  {engine}", ""]
+    place = facts(found, manifest, layers=layers)
+    lines += [*(f"{name:10}{text}" for name, text in place), ""] if place else []
     lines += [*columns(HEAD, _cells(found.rows), left={1, 5}), ""] if found.rows else []
-    lines += [f"cannot tell: {reason}" for reason in found.reasons[1:]] + [
-        f"note: {note}" for note in found.notes
-    ]
+    lines += [f"cannot tell: {reason}" for reason in found.reasons[1:]]
+    lines += [f"note: {note}" for note in found.notes]
     lines += [sentence(found)] + ([f"report: {report}"] if report is not None else [])
     return "\n".join(lines) + "\n"
 
@@ -97,31 +88,19 @@ def markdown(
     svg: str | None = None,
 ) -> str:
     """The report."""
-    told = facts(found, manifest, layers=layers)
-    table = markdown_table(
-        ("", ""), [[name, code(text) if text != "-" else text] for name, text in told], left={0, 1}
-    )
-    strip = found.strip
+    title = f"# Where {engine} goes wrong: {model(manifest)}, {manifest.dtype}"
+    place = [
+        (name, code(text) if text != "-" else text)
+        for name, text in facts(found, manifest, layers=layers)
+    ]
     parts = [
-        [
-            f"# Where {engine} goes wrong: {_model(manifest)}, {manifest.dtype}",
-            "",
-            f"**{sentence(found)}**",
-        ],
+        [title, "", f"**{sentence(found)}**"],
         [f"- {line}" for line in (*found.reasons[1:], *found.notes)],
-        ["## Place", "", *table] if told else [],
+        ["## Place", "", *markdown_table(("", ""), place, left={0, 1})] if place else [],
         _taps(found),
-        [
-            "## By layer and position",
-            "",
-            f"{strip.unit}; limit {power(strip.limit)}.",
-            "",
-            f"![{strip.unit}]({svg})",
-        ]
-        if strip and svg
-        else [],
+        _strip(found, svg),
         ["## Reproduce", "", "```sh", *commands, "```"] if commands else [],
-        ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS)],
+        ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in WORDS.items())],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -129,13 +108,19 @@ def markdown(
 def _taps(found: Located) -> list[str]:
     if not found.rows:
         return []
-    what = (
-        "Of the first wrong layer."
-        if found.layer is not None and found.outcome == "located"
-        else "Of each tap the layer that is furthest off."
-    )
+    what = "Of each tap the layer that is furthest off."
+    if found.layer is not None and found.outcome == "located":
+        what = "Of the first wrong layer."
     table = markdown_table(HEAD, _cells(found.rows), left={1, 5})
     return ["## Taps", "", f"{what} Limit of the isolated error: {power(TAP)}.", "", *table]
+
+
+def _strip(found: Located, svg: str | None) -> list[str]:
+    strip = found.strip
+    if strip is None or svg is None:
+        return []
+    limit = f"{strip.unit}; limit {power(strip.limit)}."
+    return ["## By layer and position", "", limit, "", f"![{strip.unit}]({svg})"]
 
 
 def _cells(rows: Sequence[TapRow]) -> list[list[str]]:
@@ -154,14 +139,10 @@ def _cells(rows: Sequence[TapRow]) -> list[list[str]]:
 
 def _layers(found: Located, count: int) -> str:
     wrong = len(found.layers)
+    if found.layer is None:
+        return "-"
     if wrong <= 1:
-        beside = "this layer alone"
-    elif wrong == count:
-        beside = "every layer is wrong by itself"
-    else:
-        beside = f"{wrong} of {count} layers are wrong by themselves"
-    return f"{found.layer} ({beside})"
-
-
-def _model(manifest: Manifest) -> str:
-    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name
+        return f"{found.layer} (this layer alone)"
+    if wrong == count:
+        return f"{found.layer} (every layer is wrong by itself)"
+    return f"{found.layer} ({wrong} of {count} layers are wrong by themselves)"

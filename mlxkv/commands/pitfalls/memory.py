@@ -1,6 +1,7 @@
-"""What branches of one prefix cost in memory, counted by MLX. A process of its own, so that it counts nothing else:
+"""What branches of one prefix cost in memory, counted by MLX in a process of its own.
 
-python -m mlxkv.engines.branches MODEL OUT.json [--context 2048] [--branches 8] [--steps 16] [--dtype float32] [--device auto]
+python -m mlxkv.commands.pitfalls.memory MODEL OUT.json [--context 2048] [--branches 8]
+    [--steps 16] [--dtype float32] [--device auto] [--ignore-key NAME ...]
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
-from oracle.formats.exits import end_with_parent
+from oracle.formats.exits import code_of, end_with_parent
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
@@ -29,14 +30,15 @@ FORMAT = "mlxkv-branches/1"
 CHUNK = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Bytes, unless the name says otherwise; active is what MLX holds, over what it held beside the model before.
+    """Bytes, except for the first three, which are what was asked for.
 
-    `rows` are those held by the prefix's cache and `buffers` what was allocated for them. `birth` is what a clone adds,
-    `first_write` what the clone's first step adds. Then `branches` clones decode `steps` tokens each in turn: `active`
-    and `peak` over the prefix's cache alone, `per_branch` the active ones by branch, `branch_buffers` those of one
-    branch in the end.
+    `rows` are the rows of the prefix's cache and `buffers` what was allocated for them. `birth` is
+    what a clone adds, `first_write` what its first step adds. Then `branches` clones decode `steps`
+    tokens each in turn: `active` is what MLX then holds and `peak` the most that it held, both over
+    what it held with the prefix's cache alone; `per_branch` is a branch's part of `active`, and
+    `branch_buffers` what one branch has allocated in the end.
     """
 
     context_tokens: int
@@ -71,7 +73,7 @@ def prefill(model: Llama, context: int) -> Cache:
 
 
 def decode(model: Llama, caches: Sequence[Cache], steps: int) -> list[npt.NDArray[Any]]:
-    """Each cache goes on by `steps` tokens of its own, one from each in turn; the last logits (V,) of each, on the host."""
+    """Each cache goes on by `steps` tokens of its own, in turn; each one's last logits (V,)."""
     ids = [tokens(steps, model.config.vocab_size, start=11 + i) for i in range(len(caches))]
     last = [np.zeros(0)] * len(caches)
     for step in range(steps):
@@ -86,9 +88,9 @@ def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures
 
     limit = model.config.max_position_embeddings
     if context < 1 or branches < 1 or steps < 1 or context + steps > limit:
-        given = f"context {context}, branches {branches}, steps {steps}"
         raise Refusal(
-            f"branches: {given}, expected each from 1 and at most {limit} tokens in all; ask for fewer"
+            f"branches: context {context}, branches {branches}, steps {steps}, expected each "
+            f"from 1 and at most {limit} tokens in all; ask for fewer"
         )
     parent = prefill(model, context)
     # What MLX makes once for a kind of call is not the branches' doing.
@@ -104,19 +106,18 @@ def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures
     mx.reset_peak_memory()
     decode(model, clones, steps)
     peak, active = mx.get_peak_memory() - before, _active() - before
-    size = _buffers(clones[0])
     return Figures(
-        context,
-        branches,
-        steps,
-        parent.nbytes,
-        _buffers(parent),
-        birth,
-        first_write,
-        active,
-        peak,
-        active / branches,
-        size,
+        context_tokens=context,
+        branches=branches,
+        steps=steps,
+        rows=parent.nbytes,
+        buffers=_buffers(parent),
+        birth=birth,
+        first_write=first_write,
+        active=active,
+        peak=peak,
+        per_branch=active / branches,
+        branch_buffers=_buffers(clones[0]),
     )
 
 
@@ -132,18 +133,9 @@ def _buffers(cache: Cache) -> int:
     return sum(b.nbytes for layer in cache.layers for b in layer.buffers or ())
 
 
-def to_json(
-    figures: Figures, environment: dict[str, Any], *, model: str, dtype: str
-) -> dict[str, Any]:
-    """`mlxkv-branches/1`"""
-    return {"format": FORMAT, "model": model, "dtype": dtype, "environment": environment} | asdict(
-        figures
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes the file."""
-    parser = argparse.ArgumentParser(prog="python -m mlxkv.engines.branches", description=__doc__)
+    """Measures and writes the file, `mlxkv-branches/1`."""
+    parser = argparse.ArgumentParser(prog="python -m mlxkv.commands.pitfalls.memory")
     parser.add_argument("model", help="a folder, a GGUF file, a Hub id, or default")
     parser.add_argument("out", type=Path, help="the JSON file to write")
     for name, default in (("context", 2048), ("branches", 8), ("steps", 16)):
@@ -152,25 +144,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "gpu", "cpu"))
     parser.add_argument("--ignore-key", action="append", default=[])
     given = parser.parse_args(arguments)
-    from mlxkv.engines import machine as runtime
+    from mlxkv.engines import machine
 
-    environment = runtime.prepare("cpu" if given.dtype == "float64" else given.device)
+    environment = machine.prepare("cpu" if given.dtype == "float64" else given.device)
     from mlxkv.port.weights import from_checkpoint
     from oracle.model.checkpoint import resolve
 
     checkpoint = resolve(given.model, ignore_keys=given.ignore_key)
     model = from_checkpoint(checkpoint, given.dtype)
     figures = measure(model, context=given.context, branches=given.branches, steps=given.steps)
-    value = to_json(figures, environment, model=checkpoint.name, dtype=given.dtype)
+    value: dict[str, Any] = {"format": FORMAT, "model": checkpoint.name, "dtype": given.dtype}
+    value |= {"environment": environment} | asdict(figures)
     write_text(given.out, json.dumps(value, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     end_with_parent()
-    try:
-        main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(code_of(main))

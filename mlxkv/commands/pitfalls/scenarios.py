@@ -1,12 +1,15 @@
-"""The page's experiments as plans: for each system what its user would write, and what is known to come of it.
+"""The page's experiments as plans: for each system what its user would write, and what comes of it.
 
-Systems: T transformers with DynamicCache; C the port in candle's mode; G the port with its guards; L mlx-lm with KVCache.
-A plan here returns the last row of every call. A `Talk` is a conversation as it should have gone; an `Aim` says which
-part of which talk a step was meant to be, so that what came can be laid beside what is right.
+Systems: T transformers with DynamicCache; C the port in candle's mode; G the port with its guards;
+L mlx-lm with KVCache. `TABLE` says what is known to come of each scenario on each system; the plans
+follow it. A plan here returns the last row of every call. A talk is a prompt and its greedy tokens
+on a fresh cache, as it should go; an `Aim` says which part of which talk a step was meant to be, so
+that the rows which came can be laid beside the right ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,16 +43,102 @@ NO: Behaviour = "cannot be expressed"
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """A prompt, and how many greedy tokens follow it on a fresh cache."""
+class Documented:
+    """What is known of one scenario: on T, C, G and L in turn and, where given, on OTHER_CACHES.
+
+    `what` may name values of the setting.
+    """
 
     name: str
-    prompt: tuple[int, ...]
+    what: str
+    behaviours: tuple[Behaviour, ...]
+
+
+TABLE = (
+    Documented("greedy", "the prompt once, then token by token", (RIGHT,) * 6),
+    Documented("pos0", "index_pos stays 0 while decoding", (NO, WRONG, REFUSED, NO)),
+    Documented("cached", "teacher-forced: the prompt, then single tokens", (RIGHT,) * 4),
+    Documented("chunked", "the prompt in {cut} + {rest} tokens, then single ones", (RIGHT,) * 4),
+    Documented("mask", "what {rest} new tokens may see after {cut} cached ones", (RIGHT,) * 4),
+    Documented(
+        "reuse",
+        "a second prompt on the used cache, from index_pos 0",
+        (WRONG, REFUSED, REFUSED, WRONG, WRONG, WRONG),
+    ),
+    Documented(
+        "reuse1",
+        "a prompt of one token on the used cache, from index_pos 0",
+        (WRONG, WRONG, REFUSED, WRONG),
+    ),
+    Documented(
+        "far",
+        "one token at position {limit}, the first beyond the model's",
+        (RIGHT, REFUSED, REFUSED, NO),
+    ),
+    Documented("branch", "one prefix, cloned, two ends", (RIGHT,) * 6),
+    Documented(
+        "crop",
+        "a used cache cut back to the common prefix, the second prompt's end after it",
+        (RIGHT, NO, RIGHT, RIGHT, WRONG, RIGHT),
+    ),
+    Documented("dtype", "a cache of another dtype than the weights'", (NO, REFUSED, REFUSED, NO)),
+    Documented("nocache", "use_kv_cache = false: the growing prefix at every step", (RIGHT,) * 4),
+    Documented("by_calls", "index_pos counts calls instead of tokens", (NO, WRONG, REFUSED, NO)),
+    Documented(
+        "quantized",
+        "as reuse, where index_pos 0 drops the old cache (candle's quantized_llama)",
+        (NO, RIGHT, NO, NO),
+    ),
+    Documented(
+        "nocache1",
+        "use_kv_cache = false, fed one token at a time: the context is lost",
+        (WRONG, WRONG, REFUSED, WRONG),
+    ),
+)
+PAGE: dict[str, dict[str, str]] = {
+    "greedy": {
+        "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in "
+        "France and the capital of the French department of the Espace`",
+        "C": "the same tokens; no way to see the length",
+    },
+    "pos0": {
+        "T": "takes no position",
+        "C": "no error: `7042 28 260 3575 282 4649 28 260 1797 1918 28 260 1797 1918 28 284 260 "
+        "3575 282 4649`",
+    },
+    "cached": {
+        "T": "max 8.01e-5 against 24 at once, 20/20",
+        "C": "max 6.25e-5 against no cache, 20/20",
+    },
+    "chunked": {"T": "4.673e-5 at the prompt's last position", "C": "max 2.909e-5, 20/20"},
+    "mask": {"C": "`[[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]`"},
+    "reuse": {
+        "T": "length 48; the first 14 tokens as fresh, the 15th not: ` German state` for "
+        "` Federal Republic`",
+        "C": "`cannot broadcast [5, 5] to [1, 9, 5, 29]`",
+    },
+    "reuse1": {
+        "C": "no error: `3575 282 4649 30 657 314 260 3995 2240 281 1910 411 2155 284 260 1796 768 "
+        "35488 6151 282`; fresh: `198 198 504 1646 288 253 3424 2329 1740 314 288 1464 253 2437 "
+        "284 4798 1380 1786 338 27784`",
+    },
+    "far": {
+        "T": "computes: (1, 1, 49152), finite",
+        "C": "`narrow invalid args start + len > dim_len: [8192, 32], ...`",
+    },
+    "branch": {
+        "C": "both equal fresh runs; Germany: `11452 30 11452 314 260 3995 2240 281 4521 284 260 "
+        "3575 282 260 7030 5261 282 4521 30 11452`",
+    },
+    "dtype": {"T": "not needed", "C": "must be equal, by convention"},
+    "nocache": {"T": "use_cache=False", "C": "kvs stay empty"},
+}
+"""What the page shows of a scenario, by system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """The rows of one step were meant to continue `talk`, of which `fed` tokens had been fed before."""
+    """The rows of one step were meant to continue `talk`, of which `fed` tokens were fed before."""
 
     step: int
     talk: str
@@ -58,22 +147,28 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One experiment. `plans` has a plan for each system, or the words why it has none."""
+    """One experiment: by system its plan, or the words why it has none, and what is expected.
+
+    mlx-lm's OTHER_CACHES stand beside the systems where they run it too, on mlx-lm's plan. The
+    cache is of `cache_dtype`, if that is given; `shows_mask` has the report show masks.
+    """
 
     name: str
     what: str
-    plans: dict[str, Plan | str]
+    plans: Mapping[str, Plan | str]
     aims: tuple[Aim, ...]
-    expected: dict[str, Behaviour]
-    page: dict[str, str] = field(default_factory=dict)
-    others: dict[str, Behaviour] = field(default_factory=dict)
+    expected: Mapping[str, Behaviour]
+    page: Mapping[str, str] = field(default_factory=dict)
     cache_dtype: str | None = None
     shows_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the scenarios are made from: two prompts that begin alike, and the model's last position plus one."""
+    """What scenarios are made from: two prompts that begin alike, and the first's greedy tokens.
+
+    `limit` is the first position beyond the model's, `steps` the greedy tokens after each prompt.
+    """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
@@ -84,10 +179,9 @@ class Setting:
     @property
     def common(self) -> int:
         """Tokens that both prompts begin with."""
-        pairs = zip(self.first, self.second, strict=False)
-        return next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.first), len(self.second))
-        )
+        pairs = enumerate(zip(self.first, self.second, strict=False))
+        shorter = min(len(self.first), len(self.second))
+        return next((i for i, (a, b) in pairs if a != b), shorter)
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -99,8 +193,9 @@ class Setting:
         shortest = min(len(self.first), len(self.second))
         if self.first == self.second or not 0 < self.common < shortest or shortest < 3:
             raise Refusal(
-                f"prompts: they share their first {self.common} of {len(self.first)} and {len(self.second)} tokens, "
-                "expected two of at least 3 tokens that begin alike and differ before their ends; give other ones"
+                f"prompts: they share their first {self.common} of {len(self.first)} and "
+                f"{len(self.second)} tokens, expected two of at least 3 tokens that begin alike "
+                "and differ before their ends; give other ones"
             )
         if self.steps < 3:
             raise Refusal(
@@ -108,272 +203,121 @@ class Setting:
             )
 
 
-def talks(setting: Setting) -> list[Talk]:
-    """The conversations whose truth must be known: both prompts, and the first token alone."""
-    return [
-        Talk("first", setting.first),
-        Talk("second", setting.second),
-        Talk("one", setting.first[:1]),
-    ]
+def talks(setting: Setting) -> dict[str, tuple[int, ...]]:
+    """The prompts of the talks whose truth must be known: both, and the first token alone."""
+    first, second = setting.first, setting.second
+    return {"first": first, "second": second, "one": first[:1]}
 
 
 def scenarios(setting: Setting) -> list[Scenario]:
-    """All of them, in the page's order."""
+    """All of them, in the page's order; a Refusal where the prompts would show nothing."""
     setting.check()
-    made = _used_right(setting) + _wrong_position(setting) + _second_prompt(setting)
-    made += [*_one_prefix(setting), _dtype(setting), *_without_cache(setting)]
-    order = (
-        "greedy",
-        "pos0",
-        "cached",
-        "chunked",
-        "mask",
-        "reuse",
-        "reuse1",
-        "far",
-        "branch",
-        "crop",
-        "dtype",
-        "nocache",
-    )
-    return sorted(made, key=lambda s: order.index(s.name) if s.name in order else len(order))
+    ways = _one_prompt(setting) | _second_prompt(setting) | _no_cache(setting)
+    cut, rest = _chunks(setting)
+    made = []
+    for one in TABLE:
+        steps, aims = ways[one.name]
+        others = OTHER_CACHES[: len(one.behaviours) - len(SYSTEMS)]
+        names = [one.name] * len(SYSTEMS) + [f"{one.name}-{cache}" for cache in others]
+        named = zip((*SYSTEMS, *others), names, (*steps, *steps[3:] * len(others)), strict=True)
+        plans = {
+            system: way if isinstance(way, str) else Plan(name, way, "last")
+            for system, name, way in named
+        }
+        made.append(
+            Scenario(
+                name=one.name,
+                what=one.what.format(cut=cut, rest=rest, limit=setting.limit),
+                plans=plans,
+                aims=aims,
+                expected=dict(zip(plans, one.behaviours, strict=True)),
+                page=PAGE.get(one.name, {}),
+                cache_dtype="float16" if one.name == "dtype" else None,
+                shows_mask=one.name == "mask",
+            )
+        )
+    return made
 
 
-def _used_right(s: Setting) -> list[Scenario]:
-    all_right = dict.fromkeys(SYSTEMS, RIGHT)
+Steps = tuple[Step, ...]
+Way = Steps | str
+Ways = dict[str, tuple[tuple[Way, Way, Way, Way], tuple[Aim, ...]]]
+"""By scenario: the steps of T, C, G and L, or the words why there are none; and the aims."""
+_UNPLACED = "{} takes no position: its cache gives it"
+_T, _L = _UNPLACED.format("transformers"), _UNPLACED.format("mlx-lm")
+
+
+def _one_prompt(s: Setting) -> Ways:
+    """The first prompt on one cache, used right, and with wrong positions."""
+    new, prompt = New("a"), (Aim(1, "first"),)
+    greedy = (new, Greedy("a", s.first, 0, s.steps))
     judged = judged_plans(list(s.sequence), prompt=len(s.first))
-    chunks = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
-    cut = [call.fed for call in chunks.calls()]
-    return [
-        Scenario(
-            "greedy",
-            "the prompt once, then token by token",
-            _everywhere("greedy", New("a"), Greedy("a", s.first, 0, s.steps)),
-            (Aim(1, "first"),),
-            all_right,
-            {
-                "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in France and the capital of the "
-                "French department of the Espace`",
-                "C": "the same tokens; no way to see the length",
-            },
-            dict.fromkeys(OTHER_CACHES, RIGHT),
-        ),
-        Scenario(
-            "cached",
-            "teacher-forced: the prompt, then single tokens",
-            _everywhere("cached", *judged["step"].steps),
-            _along("first", judged["step"]),
-            all_right,
-            {
-                "T": "max 8.01e-5 against 24 at once, 20/20",
-                "C": "max 6.25e-5 against no cache, 20/20",
-            },
-        ),
-        Scenario(
-            "chunked",
-            f"the prompt in {cut[0]} + {cut[1]} tokens, then single ones",
-            _everywhere("chunked", *judged["chunked"].steps),
-            _along("first", judged["chunked"]),
-            all_right,
-            {"T": "4.673e-5 at the prompt's last position", "C": "max 2.909e-5, 20/20"},
-        ),
-        Scenario(
-            "mask",
-            f"what {cut[1]} new tokens may see after {cut[0]} cached ones",
-            _everywhere("mask", *chunks.steps),
-            _along("first", chunks),
-            all_right,
-            {"C": "`[[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]`"},
-            shows_mask=True,
-        ),
-    ]
-
-
-def _wrong_position(s: Setting) -> list[Scenario]:
-    takes_none: dict[str, Plan | str] = {
-        "T": _no_position("transformers"),
-        "L": _no_position("mlx-lm"),
-    }
-    expected: dict[str, Behaviour] = {"T": NO, "C": WRONG, "G": REFUSED, "L": NO}
-    zero = Plan("pos0", (New("a"), Greedy("a", s.first, 0, s.steps, "zero")), "last")
-    calls = Plan("by_calls", (New("a"), Greedy("a", s.first, 0, s.steps, "by_calls")), "last")
-    far = Plan(
-        "far", (New("a"), Call("a", s.first[:1], s.limit), Call("a", s.first[:1], 0)), "last"
-    )
-    far_alone = Plan("far", (New("a"), Call("a", s.first[:1], s.limit)), "last")
-    return [
-        Scenario(
-            "pos0",
-            "index_pos stays 0 while decoding",
-            {**takes_none, "C": zero, "G": zero},
-            (Aim(1, "first"),),
-            expected,
-            {
-                "T": "takes no position",
-                "C": "no error: `7042 28 260 3575 282 4649 28 260 1797 1918 28 260 1797 1918 28 284 260 3575 282 4649`",
-            },
-        ),
-        Scenario(
-            "by_calls",
-            "index_pos counts calls instead of tokens",
-            {**takes_none, "C": calls, "G": calls},
-            (Aim(1, "first"),),
-            expected,
-        ),
-        Scenario(
-            "far",
-            f"one token at position {s.limit}, the first beyond the model's",
-            {"T": far_alone, "C": far, "G": far, "L": takes_none["L"]},
-            (Aim(1, "one"), Aim(2, "one")),
-            {"T": RIGHT, "C": REFUSED, "G": REFUSED, "L": NO},
-            {
-                "T": "computes: (1, 1, 49152), finite",
-                "C": "`narrow invalid args start + len > dim_len: [8192, 32], ...`",
-            },
-        ),
-    ]
-
-
-def _second_prompt(s: Setting) -> list[Scenario]:
-    first, wrong = Greedy("a", s.first, 0, s.steps), dict.fromkeys(OTHER_CACHES, WRONG)
-    used = {
-        "reuse": Plan("reuse", (New("a"), first, Greedy("a", s.second, 0, s.steps)), "last"),
-        "reuse1": Plan("reuse1", (New("a"), first, Greedy("a", s.first[:1], 0, s.steps)), "last"),
-    }
-    inferred = {
-        "reuse": Plan("reuse", (New("a"), first, Greedy("a", s.second, None, s.steps)), "last"),
-        "reuse1": Plan(
-            "reuse1", (New("a"), first, Greedy("a", s.first[:1], None, s.steps)), "last"
-        ),
-    }
-    dropped = Plan(
-        "quantized", (New("a"), first, New("a"), Greedy("a", s.second, 0, s.steps)), "last"
-    )
-    no_rule = "no such rule: a caller makes a new cache"
-    return [
-        Scenario(
-            "reuse",
-            "a second prompt on the used cache, from index_pos 0",
-            {
-                "T": inferred["reuse"],
-                "C": used["reuse"],
-                "G": used["reuse"],
-                "L": inferred["reuse"],
-            },
-            (Aim(2, "second"),),
-            {"T": WRONG, "C": REFUSED, "G": REFUSED, "L": WRONG},
-            {
-                "T": "length 48; the first 14 tokens as fresh, the 15th not: ` German state` for ` Federal Republic`",
-                "C": "`cannot broadcast [5, 5] to [1, 9, 5, 29]`",
-            },
-            wrong,
-        ),
-        Scenario(
-            "reuse1",
-            "a prompt of one token on the used cache, from index_pos 0",
-            {
-                "T": inferred["reuse1"],
-                "C": used["reuse1"],
-                "G": used["reuse1"],
-                "L": inferred["reuse1"],
-            },
-            (Aim(2, "one"),),
-            {"T": WRONG, "C": WRONG, "G": REFUSED, "L": WRONG},
-            {
-                "C": "no error: `3575 282 4649 30 657 314 260 3995 2240 281 1910 411 2155 284 260 1796 768 35488 6151 282`; "
-                "fresh: `198 198 504 1646 288 253 3424 2329 1740 314 288 1464 253 2437 284 4798 1380 1786 338 27784`",
-            },
-        ),
-        Scenario(
-            "quantized",
-            "as reuse, where index_pos 0 drops the old cache (candle's quantized_llama)",
-            {"T": no_rule, "C": dropped, "G": "refuses instead, as in reuse", "L": no_rule},
-            (Aim(3, "second"),),
-            {"T": NO, "C": RIGHT, "G": NO, "L": NO},
-        ),
-    ]
-
-
-def _one_prefix(s: Setting) -> list[Scenario]:
-    n = s.common
-    a, b = (
-        Greedy(name, prompt[n:], n, s.steps) for name, prompt in (("a", s.first), ("b", s.second))
-    )
-    begun = (New("a"), Greedy("a", s.first, 0, s.steps), Crop("a", n))
-    placed, inferred = (
-        Plan("crop", (*begun, Greedy("a", s.second[n:], at, s.steps)), "last") for at in (n, None)
-    )
-    return [
-        Scenario(
-            "branch",
-            "one prefix, cloned, two ends",
-            _everywhere("branch", New("a"), Call("a", s.first[:n], 0), Clone("a", "b"), a, b),
-            (Aim(3, "first", n), Aim(4, "second", n)),
-            dict.fromkeys(SYSTEMS, RIGHT),
-            {
-                "C": "both equal fresh runs; Germany: "
-                "`11452 30 11452 314 260 3995 2240 281 4521 284 260 3575 282 260 7030 5261 282 4521 30 11452`",
-            },
-            dict.fromkeys(OTHER_CACHES, RIGHT),
-        ),
-        Scenario(
-            "crop",
-            "a used cache cut back to the common prefix, the second prompt's end after it",
-            {"T": inferred, "C": "no way to cut a cache", "G": placed, "L": inferred},
-            (Aim(3, "second", n),),
-            {"T": RIGHT, "C": NO, "G": RIGHT, "L": RIGHT},
-            {},
-            {"ConcatenateKVCache": WRONG, "RotatingKVCache": RIGHT},
-        ),
-    ]
-
-
-def _dtype(s: Setting) -> Scenario:
-    plan = Plan("dtype", (New("a"), Call("a", s.first, 0)), "last")
+    step, chunked = judged["step"], judged["chunked"]
+    mask = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
+    zero = (new, Greedy("a", s.first, 0, s.steps, "zero"))
+    by_calls = (new, Greedy("a", s.first, 0, s.steps, "by_calls"))
+    beyond = (new, Call("a", s.first[:1], s.limit))
+    far = (*beyond, Call("a", s.first[:1], 0))
+    once = (new, Call("a", s.first, 0))
     tables = "needs none: its tables live in the model"
-    return Scenario(
-        "dtype",
-        "a cache of another dtype than the weights'",
-        {"T": tables, "C": plan, "G": plan, "L": tables},
-        (Aim(1, "first"),),
-        {"T": NO, "C": REFUSED, "G": REFUSED, "L": NO},
-        {"T": "not needed", "C": "must be equal, by convention"},
-        cache_dtype="float16",
-    )
+    return {
+        "greedy": ((greedy,) * 4, prompt),
+        "cached": ((step.steps,) * 4, _along(step)),
+        "chunked": ((chunked.steps,) * 4, _along(chunked)),
+        "mask": ((mask.steps,) * 4, _along(mask)),
+        "pos0": ((_T, zero, zero, _L), prompt),
+        "by_calls": ((_T, by_calls, by_calls, _L), prompt),
+        "far": ((beyond, far, far, _L), (Aim(1, "one"), Aim(2, "one"))),
+        "dtype": ((tables, once, once, tables), prompt),
+    }
 
 
-def _without_cache(s: Setting) -> list[Scenario]:
-    growing = growing_prefixes(tuple(s.sequence), len(s.first))
-    one = [Call("a", (token,), i) for i, token in enumerate(s.first)]
-    left_out = [Call("a", (token,)) for token in s.first]
-    by_one = Plan("nocache1", (New("a", use_kv_cache=False), *one), "last")
-    unplaced = Plan("nocache1", (New("a", use_kv_cache=False), *left_out), "last")
-    return [
-        Scenario(
-            "nocache",
-            "use_kv_cache = false: the growing prefix at every step",
-            _everywhere("nocache", *growing),
-            tuple(Aim(i, "first") for i, step in enumerate(growing) if isinstance(step, Call)),
-            dict.fromkeys(SYSTEMS, RIGHT),
-            {"T": "use_cache=False", "C": "kvs stay empty"},
-        ),
-        Scenario(
-            "nocache1",
-            "use_kv_cache = false, fed one token at a time: the context is lost",
-            {"T": unplaced, "C": by_one, "G": by_one, "L": unplaced},
-            tuple(Aim(i + 1, "first", i) for i in range(len(s.first))),
-            {"T": WRONG, "C": WRONG, "G": REFUSED, "L": WRONG},
-        ),
-    ]
+def _second_prompt(s: Setting) -> Ways:
+    """Another prompt after the first, on its cache or on a clone of it."""
+    new, n = New("a"), s.common
+    used: Steps = (new, Greedy("a", s.first, 0, s.steps))
+
+    def then(tokens: tuple[int, ...], at: int | None, cache: str = "a") -> Greedy:
+        return Greedy(cache, tokens, at, s.steps)
+
+    reuse, placed = (*used, then(s.second, None)), (*used, then(s.second, 0))
+    reuse1, placed1 = (*used, then(s.first[:1], None)), (*used, then(s.first[:1], 0))
+    dropped = (*used, new, then(s.second, 0))
+    begun = (*used, Crop("a", n))
+    crop, placed_crop = (*begun, then(s.second[n:], None)), (*begun, then(s.second[n:], n))
+    prefix = (new, Call("a", s.first[:n], 0), Clone("a", "b"))
+    branch = (*prefix, then(s.first[n:], n), then(s.second[n:], n, "b"))
+    no_rule = "no such rule: a caller makes a new cache"
+    refuses = "refuses instead, as in reuse"
+    return {
+        "reuse": ((reuse, placed, placed, reuse), (Aim(2, "second"),)),
+        "reuse1": ((reuse1, placed1, placed1, reuse1), (Aim(2, "one"),)),
+        "quantized": ((no_rule, dropped, refuses, no_rule), (Aim(3, "second"),)),
+        "branch": ((branch,) * 4, (Aim(3, "first", n), Aim(4, "second", n))),
+        "crop": ((crop, "no way to cut a cache", placed_crop, crop), (Aim(3, "second", n),)),
+    }
 
 
-def _everywhere(name: str, *steps: Step) -> dict[str, Plan | str]:
-    return dict.fromkeys(SYSTEMS, Plan(name, steps, "last"))
+def _no_cache(s: Setting) -> Ways:
+    growing = tuple(growing_prefixes(s.sequence, len(s.first)))
+    whole = tuple(Aim(i, "first") for i, step in enumerate(growing) if isinstance(step, Call))
+    new = New("a", use_kv_cache=False)
+    placed: Steps = (new, *(Call("a", (token,), i) for i, token in enumerate(s.first)))
+    left_out: Steps = (new, *(Call("a", (token,)) for token in s.first))
+    by_one = tuple(Aim(i + 1, "first", i) for i in range(len(s.first)))
+    return {
+        "nocache": ((growing,) * 4, whole),
+        "nocache1": ((left_out, placed, placed, left_out), by_one),
+    }
 
 
-def _along(talk: str, plan: Plan) -> tuple[Aim, ...]:
-    return tuple(Aim(call.index, talk, call.step.index_pos or 0) for call in plan.calls())
+def _along(plan: Plan) -> tuple[Aim, ...]:
+    """Every call was meant to continue the first talk."""
+    return tuple(Aim(call.index, "first", call.start) for call in plan.calls())
 
 
-def _no_position(name: str) -> str:
-    return f"{name} takes no position: its cache gives it"
+def _chunks(s: Setting) -> tuple[int, int]:
+    """The sizes of the two calls that the chunked plan sends the prompt in."""
+    plan = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
+    first, second = (call.fed for call in plan.calls())
+    return first, second

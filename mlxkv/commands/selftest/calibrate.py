@@ -1,47 +1,41 @@
-"""The steps of `mlxkv calibrate`: correct runs on the default model and on small random ones, and what they read at each gate."""
+"""`mlxkv calibrate`: correct runs on MODEL and on small random models, read at every gate."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.selftest import calibration_page as pages
-from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny
+from mlxkv.commands.selftest import calibration_page, worker
+from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny, Wanted
 from mlxkv.commands.selftest.readings import Range, Reading, ranges
 from mlxkv.commands.selftest.run import question, random_ids
-from mlxkv.engines import job, oracle, process
-from mlxkv.engines import machine as runtime
+from mlxkv.engines import machine, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats.errors import Refusal
-from oracle.model.checkpoint import Checkpoint, require_llama, resolve
+from oracle.model.checkpoint import Checkpoint, resolve
 
 FORMAT = "mlxkv-calibrate/1"
-ENGINE = "mlxkv.commands.selftest.calibrate_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to measure on: MODEL and the small random models, on so many `seeds` of each."""
+class Request(Wanted):
+    """What to measure on: so many `seeds` of each model."""
 
-    model: str | None = None
-    revision: str | None = None
-    ignore_keys: tuple[str, ...] = ()
-    tiny: bool = True
-    real: bool = True
-    dtype: str = "float32"
     seeds: int = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What correct runs read, by model, and those that were not found right."""
+class Calibration:
+    """What correct runs read on each model, and the runs that were not found right.
+
+    `models` are the fingerprints of the weights, by the name of the model or of the random kind.
+    """
 
     dtype: str
     seeds: int
@@ -52,26 +46,20 @@ class Result:
     oracle: dict[str, Any]
 
     @property
-    def beyond(self) -> list[Range]:
-        """Where a correct run is beyond a limit."""
-        return [r for r in self.ranges if not r.within]
-
-    @property
     def exit_code(self) -> int:
         """0 when every correct run is within every limit and found right, else 1."""
-        return 1 if self.beyond or self.accused else 0
+        return 0 if all(one.within for one in self.ranges) and not self.accused else 1
 
     def to_json(self) -> dict[str, Any]:
-        """`mlxkv-calibrate/1`, with the limits of the day; `models` are the weights' fingerprints."""
+        """`mlxkv-calibrate/1`, with the limits of the day."""
+        more = [{"headroom": r.headroom, "within": r.within} for r in self.ranges]
         value = {
             "format": FORMAT,
             "exit_code": self.exit_code,
             "dtype": self.dtype,
             "seeds": self.seeds,
             "limits": current_limits(),
-            "readings": [
-                asdict(r) | {"headroom": r.headroom, "within": r.within} for r in self.ranges
-            ],
+            "readings": [asdict(r) | m for r, m in zip(self.ranges, more, strict=True)],
             "accused": self.accused,
             "models": self.models,
             "environment": {"port": self.environment, "oracle": self.oracle},
@@ -79,121 +67,79 @@ class Result:
         return dict(plain(value))
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """One model's part of the result."""
+def report(request: Request, *, out: Path, command: str) -> Report:
+    """Measures what correct runs read."""
+    done = run(request)
+    files = calibration_files(done, commands=[command])
+    where = str(out / "calibration.md")
+    text = calibration_page.console(done.ranges, done.accused, dtype=done.dtype, report=where)
+    return Report(files, text, files["calibration.json"], done.exit_code)
 
-    ranges: list[Range]
-    accused: list[str]
-    environment: dict[str, Any]
-    oracle: dict[str, Any]
+
+def calibration_files(done: Calibration, *, commands: Sequence[str]) -> dict[str, str]:
+    """The report of a calibration, by file name."""
+    value = done.to_json()
+    text = calibration_page.markdown(done.ranges, done.accused, value, commands=commands)
+    return {"calibration.json": pretty(value), "calibration.md": text}
 
 
-def run(request: Request) -> Result:
-    """Every model in turn: MODEL on `seeds` random prompts, and as many random models of each kind on one each."""
-    runtime.require_device("cpu")
+_Prompts = list[tuple[Checkpoint, list[int]]]
+"""Checkpoints, each with the seeds of its random prompts."""
+
+
+def run(request: Request) -> Calibration:
+    """MODEL on `seeds` random prompts; and as many random models of each kind on one each."""
+    machine.require_device("cpu")
     oracle.require_torch()
+    found: list[Range] = []
+    accused: list[str] = []
+    models: dict[str, list[str]] = {}
+    environments: list[tuple[dict[str, Any], dict[str, Any]]] = []
     with process.scratch() as room:
-        models = dict(_models(request, room))
-        found = [
-            _measured(name, checkpoints, room, request.dtype)
-            for name, checkpoints in models.items()
-        ]
-    if not found:
+        for name, prompts in _models(request, room):
+            readings: list[tuple[str, list[Reading]]] = []
+            for checkpoint, seeds in prompts:
+                value, its = _measured(name, checkpoint, seeds, room / "run", request.dtype)
+                environments.append((value["environment"], its))
+                for seed, one in zip(seeds, value["readings"], strict=True):
+                    readings.append((f"seed {seed}", [Reading(**r) for r in one["readings"]]))
+                    if one["outcome"] != "agree":
+                        accused.append(f"{name}, seed {seed}: {_why(one)}")
+            found += ranges(name, readings)
+            models[name] = [checkpoint.fingerprint for checkpoint, _ in prompts]
+    if not environments:
         raise Refusal("calibrate: no model to run on, expected the default or the random ones")
-    return Result(
-        dtype=request.dtype,
-        seeds=request.seeds,
-        ranges=tuple(one for part in found for one in part.ranges),
-        accused=tuple(line for part in found for line in part.accused),
-        models={
-            name: [checkpoint.fingerprint for checkpoint, _ in checkpoints]
-            for name, checkpoints in models.items()
-        },
-        environment=found[0].environment,
-        oracle=found[0].oracle,
+    return Calibration(
+        request.dtype, request.seeds, tuple(found), tuple(accused), models, *environments[0]
     )
 
 
-_Seeded = list[tuple[Checkpoint, list[int]]]
-
-
-def _models(request: Request, room: Path) -> Iterator[tuple[str, _Seeded]]:
-    """Each model's name, and its checkpoints with the seeds of their prompts."""
+def _models(request: Request, room: Path) -> Iterator[tuple[str, _Prompts]]:
     seeds = range(request.seeds)
     if request.real:
-        checkpoint = resolve(
-            request.model, revision=request.revision, ignore_keys=request.ignore_keys
-        )
-        require_llama(checkpoint)
+        checkpoint = request.checkpoint()
         yield checkpoint.name, [(checkpoint, list(seeds))]
     for layout in LAYOUTS if request.tiny else ():
         for std in STDS:
             kind = [Tiny(layout, std, seed) for seed in seeds]
-            yield (
-                f"{layout}-{std:g}",
-                [(resolve(str(one.save(room / one.name))), [one.seed]) for one in kind],
-            )
+            made = [(resolve(str(one.save(room / one.name))), [one.seed]) for one in kind]
+            yield f"{layout}-{std:g}", made
 
 
-def _measured(name: str, checkpoints: _Seeded, room: Path, dtype: str) -> _Measured:
-    runs: list[tuple[str, list[Reading]]] = []
-    accused: list[str] = []
-    for checkpoint, seeds in checkpoints:
-        answers = []
-        for seed in seeds:
-            say(f"calibrate: {name}, seed {seed}")
-            answers.append(
-                oracle.ask(
-                    question(checkpoint, random_ids(checkpoint.vocab_size, seed), None, dtype=dtype)
-                )
-            )
-        value = _followed(checkpoint, answers, room / "run", dtype)
-        for seed, ran in zip(seeds, value["runs"], strict=True):
-            runs.append((f"seed {seed}", [Reading(**reading) for reading in ran["readings"]]))
-            accused += [] if ran["outcome"] == "agree" else [f"{name}, seed {seed}: {_why(ran)}"]
-    return _Measured(
-        ranges(name, runs), accused, value["environment"], answers[0].manifest.surroundings
-    )
-
-
-def _followed(
-    checkpoint: Checkpoint, answers: Sequence[oracle.Answer], room: Path, dtype: str
-) -> Any:
+def _measured(
+    name: str, checkpoint: Checkpoint, seeds: Sequence[int], room: Path, dtype: str
+) -> tuple[Any, dict[str, Any]]:
+    """What the port's process reads on one checkpoint, a run for each seed; the oracle's host."""
+    answers = []
+    for seed in seeds:
+        say(f"calibrate: {name}, seed {seed}")
+        ids = random_ids(checkpoint.vocab_size, seed)
+        answers.append(oracle.ask(question(checkpoint, ids, None, dtype=dtype)))
     room.mkdir(exist_ok=True)
-    plans = tuple(oracle.judged(answers[0].manifest, answers[0].folder).values())
-    one = job.Job(
-        str(checkpoint.folder), plans, room, dtype, dtype, "cpu", ignore_keys=checkpoint.without
-    )
-    process.start(
-        [
-            ENGINE,
-            str(one.save()),
-            str(room / "result.json"),
-            *(str(answer.folder) for answer in answers),
-        ]
-    )
-    return json.loads((room / "result.json").read_text(encoding="utf-8"))
+    folders = [str(answer.folder) for answer in answers]
+    value = worker.start(checkpoint, answers[0], room, "readings", *folders)
+    return value, answers[0].manifest.surroundings
 
 
 def _why(ran: dict[str, Any]) -> str:
     return f"{ran['outcome']}: {'; '.join(ran['reasons']) or 'a gate is above its limit'}"
-
-
-def report(request: Request, *, out: Path, command: str) -> Report:
-    """Measures what correct runs read."""
-    result = run(request)
-    files = calibration_files(result, commands=[command])
-    text = pages.console(
-        result.ranges, result.accused, dtype=result.dtype, report=str(out / "calibration.md")
-    )
-    return Report(files, text, files["calibration.json"], result.exit_code)
-
-
-def calibration_files(result: Result, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of a calibration, by file name."""
-    value = result.to_json()
-    return {
-        "calibration.json": pretty(value),
-        "calibration.md": pages.markdown(result.ranges, result.accused, value, commands=commands),
-    }

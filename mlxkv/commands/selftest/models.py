@@ -1,4 +1,4 @@
-"""Small random Llamas as checkpoint folders: what the judge is tried on beside the default model."""
+"""What selftest and calibrate run on: MODEL or the default, and small random Llamas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oracle.formats.disk import atomic, write_text
+from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -19,7 +20,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mqa": {"num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 STDS = (0.02, 0.2)
-"""Standard deviations of the weights: as models are initialised, and ten times that, where attention is sharp."""
+"""Standard deviations of the weights: as models are initialised, and ten times that, where
+attention is sharp."""
 COMMON: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +38,24 @@ COMMON: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The models to run on: MODEL (None: the default one) if `real`, random ones if `tiny`."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+    tiny: bool = True
+    real: bool = True
+    dtype: str = "float32"
+
+    def checkpoint(self) -> Checkpoint:
+        """MODEL, or the default model; a Refusal where it is no Llama."""
+        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        require_llama(found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Tiny:
     """A head layout, the standard deviation of the initial weights, and a seed."""
@@ -50,7 +70,7 @@ class Tiny:
         return f"{self.layout}-{self.std:g}-{self.seed}"
 
     def save(self, folder: Path) -> Path:
-        """A folder with config.json and model.safetensors, the same bytes every time."""
+        """Writes config.json and model.safetensors, the same bytes every time; the folder."""
         import safetensors.numpy
 
         config = COMMON | LAYOUTS[self.layout]
@@ -64,20 +84,19 @@ class Tiny:
         random = np.random.default_rng([self.seed, *self.layout.encode(), round(1000 * self.std)])
         made = {}
         for name, shape in _shapes(config).items():
-            array = random.standard_normal(shape) * (self.std if len(shape) > 1 else 0.1) + (
-                len(shape) == 1
-            )
+            array = random.standard_normal(shape) * (self.std if len(shape) > 1 else 0.1)
+            array += len(shape) == 1
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                # The usual initial weights make attention nearly flat, and RoPE, mask and cache faults shrink with it.
+                # The usual initial weights make attention nearly flat, and faults of RoPE, mask
+                # and cache shrink with it.
                 array *= max(1.0, math.sqrt(3 / (self.std * math.sqrt(shape[1]))))
             made[name] = array.astype(np.float32)
         return made
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    E, inner, V, D = (
-        config[n] for n in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
-    )
+    names = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    E, inner, V, D = (config[name] for name in names)
     q, kv = (config[n] * D for n in ("num_attention_heads", "num_key_value_heads"))
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (V, E),
@@ -85,14 +104,17 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, E)
-    parts = {
+    parts: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (q, E),
         "self_attn.k_proj": (kv, E),
         "self_attn.v_proj": (kv, E),
         "self_attn.o_proj": (E, q),
+        "mlp.gate_proj": (inner, E),
+        "mlp.up_proj": (inner, E),
+        "mlp.down_proj": (E, inner),
+        "input_layernorm": (E,),
+        "post_attention_layernorm": (E,),
     }
-    parts |= {"mlp.gate_proj": (inner, E), "mlp.up_proj": (inner, E), "mlp.down_proj": (E, inner)}
-    parts |= {"input_layernorm": (E,), "post_attention_layernorm": (E,)}  # type: ignore[dict-item]
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{part}.weight": shape for part, shape in parts.items()}
     return shapes

@@ -10,33 +10,44 @@ from mlxkv.report.text import code, columns, environment_table, markdown_table
 
 Trials = Mapping[str, Sequence[Trial]]
 HEAD = ("run", "sigma", "algebra", "gate", "first", "layer", "tap", "verdict")
+LEFT = {0, 3, 6, 7}
+WORDS = (
+    "Known faults, put into the port from outside, and the port as it is. *sigma* is the worst "
+    "plan's rms error in noise floors, *algebra* the float64 lane's largest error relative to the "
+    "truth's largest logit, *gate* the one furthest over its limit in {0}, or lane A's where {0} "
+    "shows nothing. *first*, *layer* and *tap* are what `locate` says."
+)
 
 
 def console(trials: Trials, *, dtype: str, report: str) -> str:
     """What `selftest` prints."""
     lines = []
     for model, found in trials.items():
-        lines += [model, *columns(HEAD, [_cells(t) for t in found], left={0, 3, 6, 7}), ""]
-    lines += [
-        f"failed: {model}: {t.fault}: {t.why}"
-        for model, found in trials.items()
-        for t in found
-        if not t.passed
-    ]
-    return (
-        "\n".join(
-            [*lines, *_unseen_lines(trials, dtype), f"{sentence(trials)}    report: {report}"]
-        )
-        + "\n"
-    )
+        lines += [model, *columns(HEAD, [_cells(t) for t in found], left=LEFT), ""]
+    lines += [f"failed: {line}" for line in _failures(trials)]
+    last = f"{sentence(trials)}    report: {report}"
+    return "\n".join([*lines, *_unseen_lines(trials, dtype), last]) + "\n"
 
 
 def sentence(trials: Trials) -> str:
     """The result in one line."""
-    faults = [t for found in trials.values() for t in found if t.fault not in RIGHTS]
-    right = [t for found in trials.values() for t in found if t.fault in RIGHTS]
-    missed, accused = sum(not t.passed for t in faults), sum(not t.passed for t in right)
-    return f"{len(faults) - missed} of {len(faults)} faults found in their place, {accused} of {len(right)} correct runs accused"
+    every = [t for found in trials.values() for t in found]
+    right = [t for t in every if t.fault in RIGHTS]
+    accused, faults = sum(not t.passed for t in right), len(every) - len(right)
+    found = faults - sum(not t.passed for t in every) + accused
+    return (
+        f"{found} of {faults} faults found in their place, "
+        f"{accused} of {len(right)} correct runs accused"
+    )
+
+
+def _failures(trials: Trials) -> list[str]:
+    return [
+        f"{model}: {t.fault}: {t.why}"
+        for model, found in trials.items()
+        for t in found
+        if not t.passed
+    ]
 
 
 def _unseen_lines(trials: Trials, dtype: str) -> list[str]:
@@ -50,44 +61,26 @@ def _unseen_lines(trials: Trials, dtype: str) -> list[str]:
 
 
 def markdown(trials: Trials, value: Mapping[str, Any], *, commands: Sequence[str]) -> str:
-    """The Markdown report; `value` is the result as `mlxkv-selftest/1`."""
-    models, dtype = list(trials), str(value["dtype"])
-    first = models[0]
+    """The Markdown report; `value` is the selftest as `mlxkv-selftest/1`."""
+    (first, *random), dtype = trials, str(value["dtype"])
+    host = {"mlxkv": value["environment"]["port"], "oracle": value["environment"]["oracle"]}
+    limits = [(name, f"{limit:g}") for name, limit in value["limits"].items()]
+    models = [
+        (name, code(m["fingerprint"]), str(m["tokens"])) for name, m in value["models"].items()
+    ]
     parts = [
         [f"# Selftest, {dtype}", "", f"**{sentence(trials)}**"],
-        [
-            f"- {model}: {t.fault}: {t.why}"
-            for model, found in trials.items()
-            for t in found
-            if not t.passed
-        ],
-        [
-            "Known faults, put into the port from outside, and the port as it is. *sigma* is the worst plan's rms error in noise "
-            "floors, *algebra* the float64 lane's largest error relative to the truth's largest logit, *gate* the one furthest over its "
-            f"limit in {dtype}, or lane A's where {dtype} shows nothing. *first*, *layer* and *tap* are what `locate` says.",
-        ],
-        [
-            f"## {first}",
-            "",
-            *markdown_table(HEAD, [_cells(t) for t in trials[first]], left={0, 3, 6, 7}),
-        ],
-        _spread(trials, models[1:]),
-        _limits(value),
-        [
-            "## Environment",
-            "",
-            *environment_table(
-                {"mlxkv": value["environment"]["port"], "oracle": value["environment"]["oracle"]}
-            ),
-        ],
-        ["## Models", "", *markdown_table(("", "weights", "tokens"), _models(value), left={0, 1})],
+        [f"- {line}" for line in _failures(trials)],
+        [WORDS.format(dtype)],
+        [f"## {first}", "", *markdown_table(HEAD, [_cells(t) for t in trials[first]], left=LEFT)],
+        _spread(trials, random),
+        ["## Limits of the day", "", *markdown_table(("limit", "value"), limits, left={0})],
+        ["## Environment", "", *environment_table(host)],
+        ["## Models", "", *markdown_table(("", "weights", "tokens"), models, left={0, 1})],
         ["## Reproduce", "", "```sh", *commands, "```"],
-        [
-            f"## What lane B alone would let pass in {dtype}",
-            "",
-            *(_unseen_lines(trials, dtype) or ["Nothing."]),
-        ],
+        [f"## What lane B alone would let pass in {dtype}", ""],
     ]
+    parts[-1] += _unseen_lines(trials, dtype) or ["Nothing."]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
@@ -104,32 +97,18 @@ def _spread(trials: Trials, models: Sequence[str]) -> list[str]:
         low, high = (f"{f(sigmas):.3g}" if sigmas else "-" for f in (min, max))
         rows.append((name, low, high, seen, f"{sum(t.passed for t in found)}/{len(found)}"))
     head = ("run", "least sigma", "most sigma", "seen in lane B", "passed")
-    how = f"{len(models)} models: {', '.join(models)} (head layout, standard deviation of the weights, seed)."
-    return ["## Random models", "", how, "", *markdown_table(head, rows, left={0})]
+    how = "(head layout, standard deviation of the weights, seed)"
+    about = f"{len(models)} models: {', '.join(models)} {how}."
+    return ["## Random models", "", about, "", *markdown_table(head, rows, left={0})]
 
 
 def _cells(t: Trial) -> tuple[str, ...]:
-    sigma = f"{t.sigma:.3g}" if t.sigma is not None else "-"
-    algebra = f"{t.algebra:.1e}" if t.algebra is not None else "-"
-    place = (
-        "-" if t.position is None else str(t.position),
-        "-" if t.layer is None else str(t.layer),
-        t.tap or "-",
-    )
     return (
         t.fault,
-        sigma,
-        algebra,
+        f"{t.sigma:.3g}" if t.sigma is not None else "-",
+        f"{t.algebra:.1e}" if t.algebra is not None else "-",
         t.gate or "-",
-        *place,
+        *("-" if place is None else str(place) for place in (t.position, t.layer)),
+        t.tap or "-",
         t.outcome + ("" if t.passed else " (FAILED)"),
     )
-
-
-def _limits(value: Mapping[str, Any]) -> list[str]:
-    rows = [(name, f"{limit:g}") for name, limit in value["limits"].items()]
-    return ["## Limits of the day", "", *markdown_table(("limit", "value"), rows, left={0})]
-
-
-def _models(value: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [(name, code(m["fingerprint"]), str(m["tokens"])) for name, m in value["models"].items()]

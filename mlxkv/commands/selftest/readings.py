@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlxkv.judge import gates as gating
 from mlxkv.judge import limits, measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
-from mlxkv.judge.gates import Yardstick
+from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
 
 PORT, MEMBERS, ORACLE = "port", "members", "oracle"
-"""Whose reading: the port's, a member's of the pool that was held out, or the oracle's own proofs and controls."""
+"""Whose reading: the port's, that of a member of the pool that was held out, or one of the oracle's
+own proofs and controls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one correct run of a plan (or one member of the pool, named there too) reads at a gate."""
+    """What a correct run reads at a gate; `plan` is its plan, or the name of the pool's member."""
 
     whose: str
     gate: str
@@ -32,7 +32,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A gate's readings on one model, in one dtype; `run` and `plan` say which of them was the largest."""
+    """A gate's readings on one model; `run` and `plan` say which of them was the largest."""
 
     model: str
     whose: str
@@ -67,50 +67,48 @@ def of_port(judged: Verdict) -> list[Reading]:
 
 
 def of_members(case: Case) -> list[Reading]:
-    """Each member judged by the others, from its stored errors; of its top-1 tokens and of step against full nothing is kept."""
+    """Each member of the pool, judged by the others from its stored errors.
+
+    A member's top-1 tokens and its step against full are not stored, so two gates have no reading.
+    """
     yardstick = Yardstick.of(case)
     truth, largest = yardstick.truth, yardstick.cache_largest
+    errors = {name: np.asarray(stored, np.float64) for name, stored in case.floors.items()}
     found = []
     for i, member in enumerate(case.pool.members):
-        rms, shift, peak = (
-            np.asarray(case.floors[name][i], np.float64) for name in ("rms", "shift", "peak")
-        )
+        rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
         run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
-            for g in gating.logit_gates(yardstick, member, run, floors=floors)
+            for g in logit_gates(yardstick, member, run, floors=floors)
             if g.name not in (GateName.FINITE, GateName.FLIPS)
         ]
         if largest is not None:
-            errors = np.stack(
-                [np.asarray(case.floors[name][i], np.float64) for name in ("keys", "values")]
-            )
-            gates += gating.ratio_gates(case, errors / cache_floors(case, largest, without=member))
+            cached = np.stack([errors[name][i] for name in ("keys", "values")])
+            gates += ratio_gates(case, cached / cache_floors(case, largest, without=member))
         found += [Reading(MEMBERS, g.name, member, g.value, g.limit) for g in gates]
     return found
 
 
 def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     """The truth's proofs, the floor's size, and the control on stored errors."""
+    largest = measure.truth_rows(case.truth).largest.max()
+    floor = float(np.sqrt(np.mean(np.square(judged.floor))) / largest)
+    most = limits.FLOOR_MOST[case.manifest.dtype]
     proofs = [
-        Reading(ORACLE, f"proof {name}", "-", case.manifest.proofs[name], limit)
+        (f"proof {name}", case.manifest.proofs[name], limit)
         for name, limit in limits.PROOFS.items()
     ]
-    floor = float(
-        np.sqrt(np.mean(np.square(judged.floor))) / measure.truth_rows(case.truth).largest.max()
-    )
-    most = limits.FLOOR_MOST[case.manifest.dtype]
     stored = [
-        Reading(ORACLE, f"control: {c.name}", "-", c.value, c.limit)
-        for c in judged.controls
-        if c.quantity != "sigma"
+        (f"control: {c.name}", c.value, c.limit) for c in judged.controls if c.quantity != "sigma"
     ]
-    return [*proofs, Reading(ORACLE, "noise floor over max |truth|", "-", floor, most), *stored]
+    every = [*proofs, ("noise floor over max |truth|", floor, most), *stored]
+    return [Reading(ORACLE, gate, "-", value, limit) for gate, value, limit in every]
 
 
 def ranges(model: str, runs: Iterable[tuple[str, Sequence[Reading]]]) -> list[Range]:
-    """The readings of several runs on one model, by whose they are and gate; each run has a name."""
+    """The readings of several named runs on one model, put together by whose they are and gate."""
     by: dict[tuple[str, str], list[tuple[str, Reading]]] = {}
     for name, found in runs:
         for reading in found:
@@ -127,19 +125,9 @@ def _range(model: str, some: Sequence[tuple[str, Reading]]) -> Range:
 
 def joined(of: Sequence[Range]) -> Range:
     """The same gate on several models: the worst of them, and the median of their medians."""
-    worst = max(of, key=lambda r: (not r.within, r.largest))
-    return Range(
-        model=worst.model,
-        whose=worst.whose,
-        gate=worst.gate,
+    return replace(
+        max(of, key=lambda r: (not r.within, r.largest)),
         readings=sum(r.readings for r in of),
         least=min(r.least for r in of),
         median=float(np.median([r.median for r in of])),
-        largest=worst.largest,
-        limit=worst.limit,
-        run=worst.run,
-        plan=worst.plan,
     )
-
-
-__all__ = ["MEMBERS", "ORACLE", "PORT", "Range", "Reading", "joined", "ranges", "read"]

@@ -1,4 +1,7 @@
-"""What becomes of a run whose answer is known: a right one must not be accused, a wrong one must be found, and in its place."""
+"""What becomes of a run whose answer is known.
+
+A correct run must not be accused; a faulty one must be found, and in its place.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxkv.commands.locate.place import Located
-from mlxkv.judge.result import Gate, Verdict
+from mlxkv.judge.result import GateName, Verdict
 
 RIGHT = "(correct)"
 BRANCH = "(correct, on a branch)"
@@ -17,10 +20,11 @@ RIGHTS = (RIGHT, BRANCH, PLAIN)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run. `passed` when the verdict and the place are what they must be; `why` says what was not.
+    """One run. `passed` when the verdict and the place are what they must be; else `why` not.
 
-    `sigma` and `algebra` are the worst over all plans, each None where it did not run; `gate` is the failed gate that is
-    furthest over its limit; the place is that of locate. `seen_in_lane_b`: whether the run's dtype alone would have shown it.
+    `sigma` and `algebra` are the worst over all plans, None where they did not run; `gate` is the
+    failed gate that is furthest over its limit; the place is that of locate. `seen_in_lane_b` says
+    whether the run's dtype alone, without lane A (float64), would have shown the fault.
     """
 
     fault: str
@@ -37,38 +41,41 @@ class Trial:
     seen_in_lane_b: bool
 
 
-def accused(name: str, verdict: Verdict, found: Located) -> Trial:
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Where a fault must be found: one of `positions`, in `layer`, at one of `taps`.
+
+    Without taps any place will do.
+    """
+
+    positions: tuple[int, ...]
+    layer: int | None
+    taps: tuple[str, ...]
+
+
+def correct_run(name: str, verdict: Verdict, found: Located) -> Trial:
     """Of a correct run: anything but "agree", and any place, is an accusation."""
-    why = (
-        []
-        if verdict.outcome == "agree"
-        else [f"{verdict.outcome}: {'; '.join(verdict.reasons) or _worst(verdict)}"]
-    )
-    why += (
-        []
-        if found.outcome == "nothing" or verdict.outcome != "agree"
-        else [f"located at {found.layer} {found.tap}"]
-    )
+    why = []
+    if verdict.outcome != "agree":
+        reasons = "; ".join(verdict.reasons) or _worst(verdict)
+        why.append(f"{verdict.outcome}: {reasons}")
+    elif found.outcome != "nothing":
+        why.append(f"located at {found.layer} {found.tap}")
     return _trial(name, verdict, found, why)
 
 
-def missed(
-    fault: str,
-    verdict: Verdict,
-    found: Located,
-    expected: tuple[tuple[int, ...], int | None, tuple[str, ...]],
-) -> Trial:
-    """Of a seeded fault: "differ", at one of its first positions, in its layer, at one of its taps (any, where none is given)."""
-    positions, layer, taps = expected
+def faulty_run(name: str, verdict: Verdict, found: Located, expected: Expected) -> Trial:
+    """Of a seeded fault: it must differ, from where it starts, and be located in its place."""
     why = [] if verdict.outcome == "differ" else [f"{verdict.outcome}, expected differ"]
-    first = verdict.first_wrong.position if verdict.first_wrong else None
-    if first not in positions:
-        why.append(f"first wrong position {first}, expected {' or '.join(map(str, positions))}")
-    if taps and found.layer != layer:
-        why.append(f"layer {found.layer}, expected {layer}")
-    if taps and found.tap not in taps:
-        why.append(f"tap {found.tap}, expected {' or '.join(taps)}")
-    return _trial(fault, verdict, found, why)
+    first = _first(verdict)
+    if first not in expected.positions:
+        one_of = " or ".join(map(str, expected.positions))
+        why.append(f"first wrong position {first}, expected {one_of}")
+    if expected.taps and found.layer != expected.layer:
+        why.append(f"layer {found.layer}, expected {expected.layer}")
+    if expected.taps and found.tap not in expected.taps:
+        why.append(f"tap {found.tap}, expected {' or '.join(expected.taps)}")
+    return _trial(name, verdict, found, why)
 
 
 def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
@@ -81,31 +88,36 @@ def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
     return found
 
 
-def _trial(fault: str, verdict: Verdict, found: Located, why: list[str]) -> Trial:
-    lane_b = [g for g in verdict.gates if g.scope != "algebra"]
+def _trial(name: str, verdict: Verdict, found: Located, why: list[str]) -> Trial:
     return Trial(
-        fault=fault,
+        fault=name,
         outcome=verdict.outcome,
         passed=not why,
         why="; ".join(why),
-        sigma=_most(verdict, "sigma"),
-        algebra=_most(verdict, "algebra (float64)"),
+        sigma=_most(verdict, GateName.SIGMA),
+        algebra=_most(verdict, GateName.ALGEBRA),
         gate=_worst(verdict),
-        position=verdict.first_wrong.position if verdict.first_wrong else None,
+        position=_first(verdict),
         layer=found.layer,
         tap=found.tap,
         hint=found.hint,
-        seen_in_lane_b=any(g.failed for g in lane_b),
+        seen_in_lane_b=any(g.failed for g in verdict.gates if g.scope != "algebra"),
     )
 
 
-def _most(verdict: Verdict, name: str) -> float | None:
+def _first(verdict: Verdict) -> int | None:
+    return verdict.first_wrong.position if verdict.first_wrong else None
+
+
+def _most(verdict: Verdict, name: GateName) -> float | None:
     return max((g.value for g in verdict.gates if g.name == name and g.ran), default=None)
 
 
 def _worst(verdict: Verdict) -> str | None:
-    """The failed gate that is furthest over its limit, those of the run's dtype first: lane A's are over by far in any case."""
-    failed: list[Gate] = [g for g in verdict.gates if g.failed]
-    if not failed:
-        return None
-    return max(failed, key=lambda g: (g.scope != "algebra", g.badness)).name
+    """The failed gate that is furthest over its limit.
+
+    Gates of the run's dtype come first, as those of lane A are over by far in any case.
+    """
+    failed = [g for g in verdict.gates if g.failed]
+    worst = max(failed, key=lambda g: (g.scope != "algebra", g.badness), default=None)
+    return None if worst is None else worst.name

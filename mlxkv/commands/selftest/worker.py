@@ -1,14 +1,16 @@
-"""The port on trial: right runs and seeded faults, judged and located in memory. A process of its own.
+"""The port on trial: correct runs and seeded faults, judged and located in memory.
 
-`python -m mlxkv.engines.selftest JOB.json ORACLE RESULT.json [NAME ...]`: one model, one oracle folder with all taps. The names
-are those of faults, beside which the right runs are always tried, or that of one right run alone.
+A process of its own, started by `start`, as `python -m mlxkv.commands.selftest.worker JOB RESULT`
+and one of: `trials ORACLE [NAME ...]`, where the names are those of faults, beside which the
+correct runs are always tried, or that of one correct run alone; and `readings ORACLE ...`, what a
+correct run on each oracle folder reads at every gate.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlxkv.commands.locate import place as locate
-from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial, accused, missed
-from mlxkv.engines.job import Job
+from mlxkv.commands.locate import place as locating
+from mlxkv.commands.selftest import readings, trial
+from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial
+from mlxkv.engines import job, oracle, process
 from mlxkv.engines.progress import bar
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
@@ -28,27 +31,61 @@ from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, New, Plan, Step
 from oracle.formats.trace import Meta, Trace
+from oracle.model.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from mlxkv.commands.selftest.faults import Fault, Place
     from mlxkv.port.llama import Llama
 
 TAPPED = "chunked"
-"""The plan in which every fault shows: it has a call of several tokens on an empty cache, one on a used cache, and single ones."""
+"""The plan in which every fault shows: it has a call of several tokens on an empty cache, one on a
+used cache, and single ones."""
+
+
+def start(
+    checkpoint: Checkpoint,
+    answer: oracle.Answer,
+    room: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Runs this module's process to its end, in the folder `room`; what it wrote, decoded."""
+    dtype = answer.manifest.dtype
+    asked = job.Job(
+        folder=str(checkpoint.folder),
+        plans=tuple(oracle.judged(answer.manifest, answer.folder).values()),
+        out=room,
+        dtype=dtype,
+        weights_dtype=dtype,
+        device="cpu",
+        ignore_keys=checkpoint.without,
+    )
+    result = room / "result.json"
+    process.start([__name__, str(asked.save()), str(result), *arguments], environment=environment)
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The port on one model in both lanes, the run's dtype first, and what its traces say of it."""
+class Ports:
+    """The port on one model in lane B's dtype, which `meta` names, and in float64 (lane A).
+
+    `meta` is what the traces say of the model and the machine, `probes` how accurate MLX's float64
+    functions are here.
+    """
 
     models: Mapping[str, Llama]
     meta: Meta
     probes: Mapping[str, float]
 
     @property
-    def dtype(self) -> str:
-        """That of lane B."""
-        return self.meta.dtype
+    def lanes(self) -> tuple[str, str]:
+        """The dtypes of lane B and lane A."""
+        return self.meta.dtype, "float64"
+
+    def of(self, dtype: str) -> Meta:
+        """What the traces of a lane say."""
+        probes = dict(self.probes) if dtype == "float64" else {}
+        return replace(self.meta, dtype=dtype, probes=probes)
 
     def run(self, plan: Plan, dtype: str) -> Trace:
         """One plan in one lane."""
@@ -56,162 +93,170 @@ class Loaded:
 
         return port.run(self.models[dtype], plan, meta=self.of(dtype))
 
-    def of(self, dtype: str) -> Meta:
-        """What the traces of a lane say."""
-        return replace(
-            self.meta, dtype=dtype, probes=dict(self.probes) if dtype == "float64" else {}
+
+class Experiment:
+    """The port on one model, and the oracle's answer that its runs are judged by."""
+
+    def __init__(self, case: Case, plans: Mapping[str, Plan], ports: Ports) -> None:
+        self.case, self.plans, self.ports = case, plans, ports
+
+    def judged(self) -> tuple[Verdict, Mapping[str, Trace]]:
+        """The verdict on the port as it is, by every judged plan in both lanes; lane B's traces."""
+        return self._judged({name: partial(self._run, name) for name in self.plans})
+
+    def _judged(self, runs: Mapping[str, Any]) -> tuple[Verdict, Mapping[str, Trace]]:
+        arithmetic, algebra = (
+            {plan: run(dtype) for plan, run in runs.items()} for dtype in self.ports.lanes
         )
+        return judge(self.case, arithmetic, algebra=algebra), arithmetic
 
-
-class Bench:
-    """One model in both lanes, and what it is judged by."""
-
-    def __init__(self, case: Case, plans: Mapping[str, Plan], loaded: Loaded) -> None:
-        self.case, self.plans, self.loaded = case, plans, loaded
-
-    def judged(self) -> tuple[Verdict, dict[str, Trace]]:
-        """The port as it is, on every judged plan in both lanes; and lane B's traces."""
-        lanes = [
-            {name: self._run(name, dtype) for name in self.plans}
-            for dtype in (self.loaded.dtype, "float64")
-        ]
-        return judge(self.case, lanes[0], algebra=lanes[1]), lanes[0]
-
-    def right(self, name: str) -> Trial:
+    def correct(self, name: str) -> Trial:
         """What becomes of a correct run."""
         if name == RIGHT:
             verdict, arithmetic = self.judged()
         else:
-            run = self._branch if name == BRANCH else partial(self._run, "step")
+            step = self._branch if name == BRANCH else partial(self._run, "step")
             # Growing prefixes would take minutes on a slow BLAS, and none is a branch.
-            lanes = [
-                {"full": self._run("full", dtype), "step": run(dtype)}
-                for dtype in (self.loaded.dtype, "float64")
-            ]
-            verdict, arithmetic = judge(self.case, lanes[0], algebra=lanes[1]), lanes[0]
-        return accused(name, verdict, locate.locate(self.case, verdict, arithmetic=arithmetic))
+            verdict, arithmetic = self._judged({"full": partial(self._run, "full"), "step": step})
+        found = locating.locate(self.case, verdict, arithmetic=arithmetic)
+        return trial.correct_run(name, verdict, found)
 
-    def _branch(self, dtype: str) -> Trace:
-        """The step plan on a clone of its prompt's cache, whose parent is fed other tokens between the clone's calls."""
-        step, vocab = self.plans["step"], self.loaded.models[dtype].config.vocab_size
-        made = self.loaded.run(branched(step, vocab), dtype)
-        kept = [
-            i
-            for i, one in enumerate(made.meta.plan.steps)
-            if i < 2 or getattr(one, "cache", "") == "a"
-        ]
-        rows = np.isin(made.arrays["steps"], kept)
-        arrays = {name: made.arrays[name][rows] for name in ("logits", "positions")}
-        arrays |= {name: array for name, array in made.arrays.items() if name.startswith("kv/a/")}
-        return Trace(
-            replace(made.meta, plan=step, outcomes=[made.meta.outcomes[i] for i in kept]), arrays
-        )
-
-    def wrong(self, fault: Fault, place: Place) -> Trial:
+    def faulty(self, fault: Fault, place: Place) -> Trial:
         """The port with a fault in it: what the judge says of it, and where it is found."""
-        arithmetic, algebra, isolated, dtype = {}, {}, None, self.loaded.dtype
-        with fault.plant(self.loaded.models[dtype], place) if "B" in fault.lanes else nullcontext():
-            arithmetic = {name: self._run(name, dtype) for name in ("full", "step", TAPPED)}
+        arithmetic, algebra, isolated = {}, {}, None
+        dtype = self.ports.meta.dtype
+        with fault.plant(self.ports.models[dtype], place) if "B" in fault.lanes else nullcontext():
+            arithmetic = {plan: self._run(plan, dtype) for plan in ("full", "step", TAPPED)}
         if "A" in fault.lanes:
-            with fault.plant(self.loaded.models["float64"], place):
+            with fault.plant(self.ports.models["float64"], place):
                 algebra[TAPPED], isolated = self._tapped()
                 if fault.in_logits is not None:
-                    # Rows that are wrong before anybody reads them show in the cache alone, and lane A looks at that of step.
+                    # Until somebody reads a wrong row it shows in the cache alone, and of lane A's
+                    # runs the judge looks at the cache of step.
                     algebra["step"] = self._run("step", "float64")
         verdict = judge(self.case, arithmetic, algebra=algebra)
-        found = locate.locate(
+        found = locating.locate(
             self.case,
             verdict,
             propagated=algebra.get(TAPPED),
             isolated=isolated,
             arithmetic=arithmetic,
         )
-        first = fault.first(place)
-        expected = ((first, first + 1) if fault.sink else (first,), fault.layer(place), fault.taps)
-        return missed(fault.name, verdict, found, expected)
+        first, layer = fault.where.first(place), fault.where.layer(place)
+        positions = (first, first + 1) if fault.sink else (first,)
+        expected = trial.Expected(positions, layer, fault.where.taps)
+        return trial.faulty_run(fault.name, verdict, found, expected)
 
     def _run(self, plan: str, dtype: str) -> Trace:
-        return self.loaded.run(self.plans[plan], dtype)
+        return self.ports.run(self.plans[plan], dtype)
+
+    def _branch(self, dtype: str) -> Trace:
+        """The step plan on a clone of its prompt's cache, as a trace of the step plan.
+
+        The clone's parent is fed other tokens between the clone's calls.
+        """
+        step, vocab = self.plans["step"], self.ports.models[dtype].config.vocab_size
+        made = self.ports.run(branched(step, vocab), dtype)
+        steps = enumerate(made.meta.plan.steps)
+        kept = [i for i, one in steps if i < 2 or getattr(one, "cache", "") == "a"]
+        rows = np.isin(made.arrays["steps"], kept)
+        arrays = {name: made.arrays[name][rows] for name in ("logits", "positions")}
+        arrays |= {name: array for name, array in made.arrays.items() if name.startswith("kv/a/")}
+        outcomes = [made.meta.outcomes[i] for i in kept]
+        return Trace(replace(made.meta, plan=step, outcomes=outcomes), arrays)
 
     def _tapped(self) -> tuple[Trace, Trace]:
-        from mlxkv.engines import recorder as taps
+        """Lane A with taps: as it is, and each layer fed the truth's input."""
+        from mlxkv.engines import recorder
 
-        meta, model, plan = (
-            self.loaded.of("float64"),
-            self.loaded.models["float64"],
-            self.plans[TAPPED],
-        )
-        made, _ = taps.run(model, plan, meta)
-        alone, _ = taps.run(model, plan, meta, truth=self.case.truth)
+        given = self.ports.models["float64"], self.plans[TAPPED], self.ports.of("float64")
+        made, _ = recorder.run(*given)
+        alone, _ = recorder.run(*given, truth=self.case.truth)
         return made, alone
 
 
 def branched(step: Plan, vocab: int) -> Plan:
-    """`step` on cache "a", which is cloned from the prompt's own; that one goes on with other tokens meanwhile."""
-    calls = [one for one in step.steps if isinstance(one, Call)]
-    steps: list[Step] = [New("parent"), replace(calls[0], cache="parent"), Clone("parent", "a")]
-    for one in calls[1:]:
-        steps += [
-            one,
-            Call("parent", tuple((token + 1) % vocab for token in one.tokens), one.index_pos),
-        ]
+    """`step` on cache "a", cloned from the prompt's own, which goes on with other tokens."""
+    prompt, *rest = (call.step for call in step.calls())
+    begun = Call("parent", prompt.tokens, prompt.index_pos)
+    steps: list[Step] = [New("parent"), begun, Clone("parent", "a")]
+    for one in rest:
+        other = tuple((token + 1) % vocab for token in one.tokens)
+        steps += [one, Call("parent", other, one.index_pos)]
     return Plan("branch", tuple(steps))
 
 
-def load(job: Job) -> Loaded:
+def load(asked: job.Job) -> Ports:
     """The job's model in its dtype and in float64, with the same weights in both."""
-    from mlxkv.engines import machine as runtime
-
-    environment = runtime.prepare("cpu", threads=job.threads)
-    from mlxkv.engines import port
+    environment, checkpoint = asked.prepare("cpu")
+    from mlxkv.engines import machine, port
     from mlxkv.port.weights import from_checkpoint
-    from oracle.model.checkpoint import resolve
 
-    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
     models = {
-        dtype: from_checkpoint(checkpoint, dtype, rounded_to=job.weights_dtype)
-        for dtype in (job.dtype, "float64")
+        dtype: from_checkpoint(checkpoint, dtype, rounded_to=asked.weights_dtype)
+        for dtype in (asked.dtype, "float64")
     }
-    meta = job.meta(checkpoint, environment, engine="mlxkv", version=runtime.version("mlxkv"))
-    return Loaded(models, meta, port.probe())
+    version = machine.version("mlxkv")
+    meta = asked.meta(checkpoint, environment, engine="mlxkv", version=version)
+    return Ports(models, meta, port.probe())
 
 
-def follow(job: Job, folder: Path, chosen: list[str]) -> dict[str, Any]:
+def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, Any]]:
     """The trials of one model, as plain values."""
-    loaded, case = load(job), read_case(folder)
     from mlxkv.commands.selftest.faults import FAULTS, Place, applies
 
-    config, plans = loaded.models[job.dtype].config, {plan.name: plan for plan in job.plans}
-    cut = next(len(step.tokens) for step in plans[TAPPED].steps if hasattr(step, "tokens"))
+    case, dtype = read_case(folder), ports.meta.dtype
+    config, plans = ports.models[dtype].config, oracle.judged(case.manifest, folder)
+    cut = next(plans[TAPPED].calls()).fed
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
-    unknown = sorted(set(chosen) - {fault.name for fault in FAULTS} - set(RIGHTS))
+    names = [fault.name for fault in FAULTS]
+    unknown = sorted({*chosen} - {*names, *RIGHTS})
     if unknown:
-        raise Refusal(
-            f"--fault {unknown[0]!r}: expected one of {', '.join(fault.name for fault in FAULTS)}"
-        )
+        raise Refusal(f"--fault {unknown[0]!r}: expected one of {', '.join(names)}")
     faults = [
         fault
         for fault in FAULTS
-        if applies(fault, config, job.dtype) and (not chosen or fault.name in chosen)
+        if applies(fault, config, dtype) and (not chosen or fault.name in chosen)
     ]
     rights = [name for name in RIGHTS if name in chosen] or [RIGHT, BRANCH]
-    bench, trials = Bench(case, plans, loaded), []
-    with bar(f"selftest: {case.manifest.name}", len(rights) + len(faults)) as advance:
-        for name in rights:
-            trials.append(bench.right(name))
+    experiment = Experiment(case, plans, ports)
+    runs = [partial(experiment.correct, name) for name in rights]
+    runs += [partial(experiment.faulty, fault, place) for fault in faults]
+    found = []
+    with bar(f"selftest: {case.manifest.name}", len(runs)) as advance:
+        for run in runs:
+            found.append(asdict(run()))
             advance(1)
-        for fault in faults:
-            trials.append(bench.wrong(fault, place))
-            advance(1)
-    return {"trials": [asdict(trial) for trial in trials], "environment": loaded.meta.environment}
+    return found
+
+
+def read(ports: Ports, folder: Path) -> dict[str, Any]:
+    """One correct run: its outcome with the reasons, and its readings, as plain values."""
+    case = read_case(folder)
+    verdict, _ = Experiment(case, oracle.judged(case.manifest, folder), ports).judged()
+    found = [asdict(reading) for reading in readings.read(case, verdict)]
+    return {"outcome": verdict.outcome, "reasons": verdict.reasons, "readings": found}
+
+
+def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the process is asked for, and its surroundings."""
+    ports = load(asked)
+    if mode == "trials":
+        found: list[Any] = trials(ports, Path(arguments[0]), arguments[1:])
+    else:
+        found = []
+        with bar(f"calibrate: {Path(asked.folder).name}", len(arguments)) as advance:
+            for folder in arguments:
+                found.append(read(ports, Path(folder)))
+                advance(1)
+    return {mode: found, "environment": ports.meta.environment}
 
 
 def main() -> None:
     """The process's entry."""
-    from mlxkv.engines.job import serve
-
-    folder, result, *chosen = sys.argv[2:]
-    serve(lambda job: write_text(Path(result), json.dumps(follow(job, Path(folder), chosen))))
+    result, mode, *arguments = sys.argv[2:]
+    path = Path(result)
+    job.serve(lambda asked: write_text(path, json.dumps(follow(asked, mode, arguments))))
 
 
 if __name__ == "__main__":
