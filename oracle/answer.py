@@ -168,7 +168,7 @@ def _measure(
         config,
         plan=plan,
         segments=question.segments(pool.plans),
-        taps=question.taps,
+        taps=frozenset(question.taps),
         environment=pool.environment,
         progress=progress,
     )
@@ -213,5 +213,5 @@ def _manifest(
         ignored_keys=list(checkpoint.without),
         packed=packing.words(checkpoint.packed),
         environment=pool.environment | rope,
-        inputs=question.digest(),
+        inputs=run_folder.inputs_digest(checkpoint.fingerprint, checkpoint.config_digest, question),
     )

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 # A file written to again within a tick of the clock keeps its times; kernels tick every 10 ms.
 _TICK_NS = 50_000_000
@@ -42,6 +42,15 @@ def read_bytes(path: Path) -> bytes:
     """A regular file whole."""
     with opened(path) as file:
         return file.read()
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file whole; a Refusal if it is none."""
+    try:
+        return path.read_bytes().decode()  # a pipe too
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read as UTF-8 text ({one_line(error)})"
+        raise Refusal(what, where=path, remedy="check the path") from error
 
 
 @contextmanager
