@@ -103,7 +103,7 @@ def run(request: Request) -> Matrix:
             environments={who: traces["greedy", who].meta.environment for who in SYSTEMS},
             branches=_branches(request, checkpoint, room),
             comparable=is_original(checkpoint),
-            text=(lambda ids: words.decode(list(ids))) if words else (lambda _: ""),
+            text=lambda before, ids: "".join(words.stream(before, ids)) if words else "",
         )
 
 
