@@ -190,14 +190,10 @@ def _manifest(
     checkpoint, config = question.checkpoint, question.config
     sequence = question.sequence(pool.generated)
     rope = {"rope": config.rope} if isinstance(config, Config) else {}
+    named = "source", "name", "note", "revision", "fingerprint", "config_digest"
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return Manifest(
-        source=checkpoint.source,
-        name=checkpoint.name,
-        note=checkpoint.note,
-        revision=checkpoint.revision,
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
+        **{name: getattr(checkpoint, name) for name in named},
         dtype=question.dtype,
         prompt=question.prompt,
         prompt_tokens=question.prompt_tokens,

@@ -20,7 +20,7 @@ from oracle.formats.run_folder import Inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.pool.neighbour import Neighbour, neighbour_of
-from oracle.truth.config import Config, check_weights, config_of
+from oracle.truth.config import Config, checked
 from oracle.truth.rope import Dynamic
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
@@ -171,7 +171,7 @@ def ask(
     check_run(dtype, threads)
     _check_sequence(prompt, tokens, prompt_tokens, steps)
     source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
-    config = _config(source)
+    config = neighbour_of(source) if is_neighbour(source) else checked(source)
     tokenizer = tokenizers.load(source.folder)
     ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
@@ -190,14 +190,6 @@ def ask(
     )
     question.check()
     return question
-
-
-def _config(checkpoint: Checkpoint) -> Config | Neighbour:
-    if is_neighbour(checkpoint):
-        return neighbour_of(checkpoint)
-    config = config_of(checkpoint)
-    check_weights(config, checkpoint)
-    return config
 
 
 def _check_sequence(

@@ -20,7 +20,7 @@ import candle
 import models
 import numpy as np
 import pytest
-from command import mlxkv, refused, torch_python
+from command import Done, mlxkv, oracle, refused, torch_python
 
 from oracle.formats import disk, trace
 from oracle.formats.plan import Call
@@ -550,6 +550,39 @@ def test_help_names_every_command_and_exit_code() -> None:
         "2 could not tell",
     ):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("run", [mlxkv, oracle])
+def test_a_bare_command_prints_its_help_as_it_is(run: Callable[..., Done]) -> None:
+    bare, helped = run(), run("--help")
+    # Not 0, which would be a verdict where a script's arguments got lost.
+    assert (bare.returncode, bare.stdout, bare.stderr) == (2, helped.stdout, "")
+    assert len(helped.stdout.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["comapre"], ["No such command 'comapre'", "--help"]),
+        (["compare", "--nosuch"], ["No such option '--nosuch'", "see", "compare --help"]),
+        (["compare", "--steps"], ["'--steps' requires an argument", "--help"]),
+        (["compare", "--dtype", "int8"], ["'int8' is not one of", "compare --help"]),
+        (["judge", "here"], ["Missing argument 'TRACE...'", "judge --help"]),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_that_names_the_help(
+    arguments: list[str], words: list[str]
+) -> None:
+    refused(mlxkv(*arguments), *words)
+
+
+@pytest.mark.parametrize("number", ["1_0", "+1", " 1", "1 ", "01", "\uff11", "1.0", "1e1", "", "x"])
+def test_numbers_are_read_strictly(number: str) -> None:
+    for name in ("--tokens", "--chunks"):
+        words = [f"{name}: {number!r} at place 1, expected whole numbers", "write them as 1,2,3"]
+        refused(mlxkv("compare", name, f"3,{number}"), *words)
+    for name in ("--steps", "--threads"):
+        refused(mlxkv("compare", name, number), f"'{name}': {number!r} is not a whole number")
 
 
 def test_help_imports_nothing_heavy() -> None:
