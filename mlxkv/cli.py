@@ -304,11 +304,12 @@ def bench(as_json: bool, **options: Any) -> None:
 @option("-n", "Tokens to generate.", into="--steps", type=ONE_OR_MORE, default=50)
 @_dtype("What the port computes in.")
 @_device
-def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None:
+def generate(prompt: str, steps: int, dtype: str, device: str, **named: Any) -> None:
     """Stream greedy text from the port."""
     from mlxkv.commands import show
+    from oracle.model.checkpoint import Named
 
-    for piece in show.generate(model, prompt, steps, **options):
+    for piece in show.generate(Named(**named), prompt, steps, dtype=dtype, device=device):
         _print(piece)
     _print("\n")
 
@@ -316,19 +317,21 @@ def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None
 @cli.command()
 @_model
 @_json("the same")
-def inspect(model: str | None, as_json: bool, **source: Any) -> None:
+def inspect(as_json: bool, **named: Any) -> None:
     """Show a checkpoint's config, RoPE, cache layout and bytes, and the ignored config keys."""
     from mlxkv.commands import show
+    from oracle.model.checkpoint import Named
 
-    _print(show.inspect(model, as_json=as_json, **source))
+    _print(show.inspect(Named(**named), as_json=as_json))
 
 
 @cli.command()
-def doctor() -> None:
+@_json("the same")
+def doctor(as_json: bool) -> None:
     """Say what is installed, which device and BLAS MLX would use, and where the caches are."""
     from mlxkv.commands import show
 
-    text, exit_code = show.doctor()
+    text, exit_code = show.doctor(as_json=as_json)
     _print(text)
     sys.exit(exit_code)
 

@@ -54,6 +54,16 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
+def reading(path: Path, remedy: str = "check the path") -> Iterator[None]:
+    """Turns an OSError of the block into the Refusal that `path` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise Refusal(why, where=path, remedy=remedy) from error
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an OSError of the block into the Refusal that `path` cannot be written."""
     try:
@@ -99,12 +109,8 @@ def unwritable(path: Path, error: OSError) -> Refusal:
 
 def sha256(path: Path) -> str:
     """Of a file's bytes, read in pieces."""
-    try:
-        with opened(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy="check the path") from error
+    with reading(path), opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -115,7 +121,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 def hash_once(path: Path) -> str:
     """The sha256 of a file's bytes, not read again in this process while its stat is the same."""
-    try:
+    with reading(path):
         now, begun = _stamp(path), time.time_ns()
         if now in _HASHED:
             return _HASHED[now]
@@ -123,9 +129,6 @@ def hash_once(path: Path) -> str:
         if settled(max(now[-2:]), begun) and _stamp(path) == now:
             _HASHED[now] = digest
         return digest
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy="check the path") from error
 
 
 def settled(mtime_ns: int, begun_ns: int) -> bool:

@@ -498,7 +498,7 @@ def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_ver
         "import sys; sys.argv = ['mlxkv', 'doctor']\n"
         "from mlxkv import cli\n"
         "from mlxkv.commands import show\n"
-        "show.doctor = lambda: 1 / 0\n"
+        "show.doctor = lambda **_: 1 / 0\n"
         "cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -607,8 +607,11 @@ def test_generate_streams_the_golden_text(default_checkpoint: object) -> None:
 def test_inspect_says_what_the_cache_takes(tiny: Path) -> None:
     done = mlxkv("inspect", tiny, "--json")
     facts = json.loads(done.stdout)
-    assert facts["cache per layer"] == "keys and values, each (1, 2, length, 8)"
-    assert facts["cache per token"] == "384 bytes in float32, 192 in half precision"
+    assert (facts["num_key_value_heads"], facts["head_dim"]) == (2, 8)
+    assert facts["cache_bytes_per_token"] == {"float32": 384, "float16": 192, "bfloat16": 192}
+    lines = mlxkv("inspect", tiny).stdout.splitlines()
+    assert "cache per layer  keys and values, each (1, 2, length, 8)" in lines
+    assert "cache per token  384 bytes in float32, 192 in half precision" in lines
 
 
 def test_inspect_says_what_was_filled_in_and_every_parameter_of_rope(tmp_path: Path) -> None:

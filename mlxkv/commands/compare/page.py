@@ -54,6 +54,7 @@ def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
     manifest, ids = runs.case.manifest, _generated(runs)
     title = f"{manifest.name}, {manifest.dtype}: error by position"
     tokenizer = tokenizers.load(runs.checkpoint.folder)
+    prompt = manifest.tokens[: manifest.prompt_tokens]
     return {
         "compare.svg": plots.error_by_position(
             verdict.curves, verdict.floor, limit=WORST, texts=manifest.texts, title=title
@@ -64,7 +65,7 @@ def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
             manifest,
             sides=compared.sides,
             commands=commands,
-            continuation=(ids, tokenizer.decode(ids) if tokenizer else None),
+            continuation=(ids, "".join(tokenizer.stream(prompt, ids)) if tokenizer else None),
             svg="compare.svg",
             third=compared.pairs,
             other=compared.third,
