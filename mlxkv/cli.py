@@ -139,7 +139,8 @@ def compare(
     from mlxkv.commands.compare import many, run
 
     if prompts is None:
-        return partial(run.report, _request(**options), candidates=candidates)
+        request = _request(has_oracle=True, **options)
+        return partial(run.report, request, candidates=candidates)
     of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
     beside = [name for name, value in of_one.items() if value is not None]
     beside += ["--candidate"] if candidates else []
@@ -214,7 +215,7 @@ def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report
     """
     from mlxkv.commands.locate.run import report
 
-    return partial(report, _request(**options), candidates=candidates)
+    return partial(report, _request(has_oracle=True, **options), candidates=candidates)
 
 
 @cli.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from command import Done, mlxkv, oracle, refused, torch_python
 
+from mlxkv.engines import machine
 from oracle.formats import disk, trace
 from oracle.formats.plan import Call
 from oracle.model.checkpoint import resolve
@@ -426,6 +428,54 @@ def test_a_comparison_with_a_given_folder_needs_no_torch(
     env = {"PYTHONPATH": str(without(package, tmp_path))}
     done = mlxkv("compare", tiny, "--oracle", answer, "--out", tmp_path / "out", env=env)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("command", "offered"),
+    [
+        (["compare", *TOKENS], True),
+        (["locate", *TOKENS], True),
+        (["compare", "--prompts", "{ids}"], False),
+        (["pitfalls", "--tokens", "3,7,11,2", "--other-tokens", "3,7,5,9"], False),
+        (["selftest", "--no-tiny"], False),
+        (["calibrate", "--no-tiny"], False),
+    ],
+)
+def test_an_oracle_folder_is_offered_where_one_can_be_given(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    command: list[str],
+    offered: bool,
+) -> None:
+    has = machine.has
+    monkeypatch.setattr(machine, "has", lambda name: name != package and has(name))
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [3, 7]}')
+    name, *options = (word.replace("{ids}", str(ids)) for word in command)
+    done = mlxkv(name, tiny, *options, "--out", tmp_path / "out")
+    install = "pip install -c constraints.txt '.[oracle]' in a clone of the repository"
+    refused(done, f"{package} is not installed; {install}")
+    assert ("--oracle DIR" in done.stderr) == offered
+
+
+def test_ids_are_asked_for_as_the_command_takes_them(tiny: Path, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("one\ntwo\n")
+    refused(mlxkv("compare", tiny, "--out", out), "no tokenizer.json", "give the ids with --tokens")
+    done = mlxkv("compare", tiny, "--prompts", texts, "--out", out)
+    refused(done, "prompt line-1: ", "no tokenizer.json", '{"tokens": [1, 2]}')
+    assert "--tokens" not in done.stderr
+
+
+def test_nothing_is_to_be_installed_by_a_name_that_no_index_has() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("mlxkv/**/*.py"), *root.glob("oracle/**/*.py"), root / "README.md"]
+    assert len(sources) > 100
+    named = re.compile(r"pip3? install [^`\n&]*mlxkv")
+    assert [path for path in sources if named.search(path.read_text(encoding="utf-8"))] == []
 
 
 def without(package: str, room: Path) -> Path:

@@ -162,7 +162,8 @@ def test_a_missing_package_is_named_with_what_installs_it(model, tmp_path, monke
     code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
     assert (code, stderr) == (
         2,
-        f"error: {package} is not installed: pip install 'mlxkv[oracle]'\n",
+        f"error: {package} is not installed; pip install -c constraints.txt '.[oracle]' "
+        "in a clone of the repository\n",
     )
 
 
