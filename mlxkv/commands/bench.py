@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mlxkv.engines.progress import bar
+from mlxkv.engines.progress import bar, steps
 from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
@@ -57,7 +57,7 @@ class Speed:
 
 def run(request: Request, *, as_json: bool) -> str:
     """What `bench` prints."""
-    checkpoint = request.checkpoint()
+    checkpoint = request.checkpoint(steps())
     measured, environment = speeds(checkpoint, request)
     if not as_json:
         return text(checkpoint.name, measured, environment)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.engines import machine
+from mlxkv.engines import machine, progress
 from mlxkv.report.text import clip, quoted
 from oracle.formats.errors import Refusal
 from oracle.model import tokenizer
@@ -28,7 +28,7 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def generate(named: Named, prompt: str, steps: int, *, dtype: str, device: str) -> Iterator[str]:
     """Greedy text, piece by piece; ends early at any of the model's own end-of-text tokens."""
-    checkpoint = named.checkpoint()
+    checkpoint = named.checkpoint(progress.steps())
     words = tokenizer.load(checkpoint.folder)
     if words is None:
         what = "no tokenizer.json, expected one, as generate starts from text and prints text"
@@ -69,7 +69,7 @@ def inspect(named: Named, *, as_json: bool) -> str:
     """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
 
-    checkpoint = named.checkpoint()
+    checkpoint = named.checkpoint(progress.steps())
     config = LlamaConfig.of(checkpoint)
     facts = _of_checkpoint(checkpoint) | _of_config(config)
     if as_json:

@@ -193,9 +193,10 @@ class Named:
     revision: str | None = None
     ignore_keys: tuple[str, ...] = ()
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self, progress: Progress = silent) -> Checkpoint:
         """What is named; a Refusal where it is no Llama."""
-        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        keys = self.ignore_keys
+        found = resolve(self.model, revision=self.revision, ignore_keys=keys, progress=progress)
         require_llama(found)
         return found
 

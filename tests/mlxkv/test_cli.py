@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -633,6 +634,28 @@ def test_numbers_are_read_strictly(number: str) -> None:
         refused(mlxkv("compare", name, f"3,{number}"), *words)
     for name in ("--steps", "--threads"):
         refused(mlxkv("compare", name, number), f"'{name}': {number!r} is not a whole number")
+
+
+@pytest.mark.parametrize("command", ["compare", "locate", "inspect", "pitfalls"])
+def test_a_terminal_is_told_what_is_done_before_it_is_done(
+    tiny: Path, tmp_path: Path, command: str
+) -> None:
+    given = {
+        "inspect": [],
+        "pitfalls": ["--tokens", "99", "--other-tokens", "98"],
+    }.get(command, ["--tokens", "99"])
+    if command != "inspect":
+        given += ["--out", str(tmp_path / "out")]
+    environment = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
+    line = [sys.executable, "-m", "mlxkv", command, str(tiny), *given]
+    terminal, end = pty.openpty()
+    try:
+        subprocess.run(line, stdout=subprocess.DEVNULL, stderr=end, env=environment, timeout=120)
+        said = os.read(terminal, 4096).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert said[0] == "hashing model.safetensors"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxkv.engines import oracle
 from mlxkv.engines.process import Finished
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from oracle.formats import run_folder
@@ -75,7 +75,8 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         return [_given(first, first.oracle)]
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
-    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=first.ignore_keys)
+    keys = first.ignore_keys
+    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
     beyond = ""
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
@@ -105,6 +106,7 @@ def _given(request: Request, folder: Path) -> Answer:
         request.model or manifest.source,
         revision=request.revision or manifest.revision,
         ignore_keys=request.ignore_keys or tuple(manifest.ignored_keys),
+        progress=steps(),
     )
     if request.engine == "port":
         require_llama(checkpoint)

@@ -15,7 +15,7 @@ from mlxkv.commands.pitfalls import behaviour, page, scenarios
 from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen
 from mlxkv.commands.pitfalls.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting
 from mlxkv.engines import job, machine, oracle, process
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import read_case
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
@@ -80,7 +80,7 @@ def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
 def run(request: Request) -> Matrix:
     """Asks the oracle how the talks should go, runs all systems, and looks at what came."""
     machine.require_device(request.device)
-    checkpoint = request.checkpoint()
+    checkpoint = request.checkpoint(steps())
     first, second = _prompts(request, checkpoint)
     setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
     draft = setting(right=(0,) * request.steps)

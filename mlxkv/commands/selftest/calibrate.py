@@ -12,7 +12,7 @@ from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny, Wanted
 from mlxkv.commands.selftest.readings import Range, Reading, ranges
 from mlxkv.commands.selftest.run import question, random_ids
 from mlxkv.engines import machine, oracle, process
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
 from mlxkv.report.publish import Report
@@ -114,7 +114,7 @@ def run(request: Request) -> Calibration:
 def _models(request: Request, room: Path) -> Iterator[tuple[str, _Prompts]]:
     seeds = range(request.seeds)
     if request.real:
-        checkpoint = request.checkpoint()
+        checkpoint = request.checkpoint(steps())
         yield checkpoint.name, [(checkpoint, list(seeds))]
     for layout in LAYOUTS if request.tiny else ():
         for std in STDS:

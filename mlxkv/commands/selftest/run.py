@@ -15,7 +15,7 @@ from mlxkv.commands.selftest import page, worker
 from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny, Wanted
 from mlxkv.commands.selftest.trial import PLAIN, RIGHTS, Trial, unseen
 from mlxkv.engines import machine, oracle, process
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge import power
 from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
@@ -143,7 +143,7 @@ def _models(
 ) -> Iterator[tuple[str, Checkpoint, tuple[int, ...], str | None]]:
     """Name, checkpoint, prompt ids and prompt text of each."""
     if request.real:
-        checkpoint = request.checkpoint()
+        checkpoint = request.checkpoint(steps())
         if checkpoint.packed:
             raise Refusal(
                 f"{checkpoint.folder}: packed weights ({checkpoint.note}), expected plain floats, "
