@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PARENT = "MLXKV_PARENT"
 """The environment variable in which mlxkv tells a process who started it."""
 
+DEBUG = "MLXKV_DEBUG"
+"""If it is set, every process of ours passes on what an engine prints, and shows whole tracebacks."""
+
 
 def code_of(work: Callable[[], object]) -> int:
     """Does the work and gives its exit code; a refusal is printed as one line on stderr."""
@@ -38,6 +41,8 @@ def code_of(work: Callable[[], object]) -> int:
     except AlreadySaid:
         return 2
     except Refusal as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
         return _refused(str(error))
     except BrokenPipeError:
         # Whoever read our output has gone, as `head` does: Python must not complain at exit.

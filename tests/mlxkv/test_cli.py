@@ -26,7 +26,9 @@ from command import Done, mlxkv, oracle, refused, torch_python
 
 from mlxkv.engines import machine
 from oracle.formats import disk, trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call
+from oracle.model import checkpoint
 from oracle.model.checkpoint import resolve
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
@@ -656,6 +658,27 @@ def test_a_terminal_is_told_what_is_done_before_it_is_done(
         os.close(terminal)
         os.close(end)
     assert said[0] == "hashing model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "command", ["compare", "locate", "pitfalls", "selftest", "calibrate", "bench", "generate"]
+)
+def test_debug_is_for_one_command_and_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    seen = []
+
+    def fails(*_: object, **__: object) -> None:
+        seen.append(os.environ.get("MLXKV_DEBUG"))
+        raise Refusal("no")
+
+    monkeypatch.setattr(checkpoint, "_found", fails)
+    given = [] if command in ("bench", "generate") else ["--out", tmp_path]
+    given += ["--no-tiny"] if command in ("selftest", "calibrate") else []
+    loud, quiet = (mlxkv(command, "x", *given, *debug) for debug in (["--debug"], []))
+    assert (seen[0], seen[1] or None) == ("1", None)
+    assert loud.stderr.startswith("Traceback (most recent call last):\n")
+    assert loud.stderr.splitlines()[-1] == quiet.stderr.rstrip() == "error: no"
 
 
 def test_help_imports_nothing_heavy() -> None:

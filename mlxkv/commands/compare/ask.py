@@ -150,7 +150,9 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         steps = DEFAULT_STEPS if steps is None else steps
         _require_room(ids, steps, checkpoint, beyond)
     except Refusal as error:
-        raise Refusal(f"prompt {request.name}: {error}" if request.name else str(error)) from error
+        if request.name is None:
+            raise
+        raise Refusal(str(error), where=f"prompt {request.name}") from error
     return oracle.Question(
         checkpoint=checkpoint,
         prompt=prompt,
