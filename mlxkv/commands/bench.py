@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mlxkv.engines.progress import bar, steps
+from mlxkv.engines.progress import bar, say, steps
 from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
@@ -58,6 +58,8 @@ class Speed:
 def run(request: Request, *, as_json: bool) -> str:
     """What `bench` prints."""
     checkpoint = request.checkpoint(steps())
+    turns = f"{request.rounds} turns of each engine at {len(request.prefill)} lengths"
+    say(f"bench: {turns} on {checkpoint.name}, after both have loaded it")
     measured, environment = speeds(checkpoint, request)
     if not as_json:
         return text(checkpoint.name, measured, environment)

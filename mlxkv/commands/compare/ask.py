@@ -100,6 +100,7 @@ def _asked(request: Request, question: oracle.Question) -> Answer:
 
 def _given(request: Request, folder: Path) -> Answer:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
+    say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
     _require_same(request, manifest, folder / "manifest.json")
     checkpoint = resolve(
