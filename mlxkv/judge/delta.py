@@ -101,11 +101,6 @@ class Tables:
     chunked: tuple[Pair, ...] = ()
 
 
-def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple[Figures, ...]:
-    """The figures of runs, by plan, against the truth, whose `rows` these are."""
-    return tuple(figures(run, case.truth, rows, plan=plan) for plan, run in runs.items())
-
-
 def figures(
     a: Trace, b: Trace, rows: TruthRows, *, plan: str, positions: Sequence[int] | None = None
 ) -> Figures:

@@ -65,7 +65,6 @@ class Gate:
     """
 
     name: GateName
-    scope: Scope
     plan: str
     value: float
     limit: float
@@ -75,6 +74,11 @@ class Gate:
     head: int | None = None
     first: int | None = None
     reason: str | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """As the name's."""
+        return GateName(self.name).scope
 
     @property
     def ran(self) -> bool:
@@ -224,7 +228,7 @@ class Verdict:
         value |= {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
         value |= {"distinct_members": value.pop("distinct"), "by_position": by_position}
         for gate, shown in zip(self.gates, value["gates"], strict=True):
-            shown |= {"ran": gate.ran, "failed": gate.failed, "headroom": gate.headroom}
+            shown |= {name: getattr(gate, name) for name in ("scope", "ran", "failed", "headroom")}
         return dict(plain(value))
 
 

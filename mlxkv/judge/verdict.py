@@ -70,7 +70,9 @@ def judge(
         reasons=tuple(reasons),
         notes=tuple(notes(yardstick, runs, gates, outcome)),
         first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
-        figures=delta.all_figures(case, yardstick.truth, runs),
+        figures=tuple(
+            delta.figures(run, case.truth, yardstick.truth, plan=plan) for plan, run in runs.items()
+        ),
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
         curves=tuple(Curve.of(plan, run) for plan, run in measures.items()),

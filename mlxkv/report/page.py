@@ -189,16 +189,8 @@ def _figures(figures: Sequence[Figures], against: str) -> list[str]:
         return []
     distances = ("max abs delta", "rms", "NMSE (dB)", "1 - cosine", "KL (nats)")
     rows = [
-        [
-            f.plan,
-            number(f.max_abs),
-            number(f.rms),
-            f"{f.nmse_db:.1f}",
-            number(1 - f.cosine),
-            number(f.kl),
-            f"{f.top1_equal}/{f.rows}",
-            f"{f.top5_equal}/{f.rows}",
-        ]
+        [f.plan, number(f.max_abs), number(f.rms), *phrases.figure_cells(f)]
+        + [f"{equal}/{f.rows}" for equal in (f.top1_equal, f.top5_equal)]
         for f in figures
     ]
     what = "float64 truth" if against == "truth" else "mean of transformers' runs"

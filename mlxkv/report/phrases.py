@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxkv.judge.delta import Pair
+from mlxkv.judge.delta import Figures, Pair
 from mlxkv.judge.result import Control, Verdict
 from mlxkv.report.text import environment_rows, number, power, quoted
 from oracle.formats.run_folder import Manifest
@@ -95,6 +95,12 @@ def _control(control: Control) -> str:
     other = {"agree": "differs", "differ": "agrees"}[control.expected]
     did = f"{control.expected}s" if control.passed else f"{other}, must {control.expected}"
     return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
+
+
+def figure_cells(figures: Figures) -> list[str]:
+    """NMSE in dB, 1 - cosine, KL in nats."""
+    f = figures
+    return [f"{f.nmse_db:.1f}", number(1 - f.cosine), number(f.kl)]
 
 
 def pair_cells(pair: Pair) -> list[str]:

@@ -232,10 +232,8 @@ def prefixes_feed(length: int, prompt: int) -> int:
 
 def growing_prefixes(ids: tuple[int, ...], prompt: int) -> tuple[Step, ...]:
     """The prompt, then one token more at each call, every time from nothing."""
-    steps: list[Step] = []
-    for end in range(prompt, len(ids) + 1):
-        steps += [New("a", use_kv_cache=False), Call("a", ids[:end], 0)]
-    return tuple(steps)
+    new = New("a", use_kv_cache=False)
+    return tuple(s for end in range(prompt, len(ids) + 1) for s in (new, Call("a", ids[:end], 0)))
 
 
 def _calls(ids: tuple[int, ...], sizes: list[int]) -> tuple[Call, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress, silent
 from oracle.model import cache_folder, packing, safetensors
@@ -77,12 +77,28 @@ class Checkpoint:
         """As the config says."""
         return self._whole("max_position_embeddings")
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text, by config.json and generation_config.json together."""
+        path = self.folder / "generation_config.json"
+        generation = safetensors.read_object(path) if os.path.exists(path) else {}
+        return _eos_of(self.config, self.where) | _eos_of(generation, path)
+
     def _whole(self, key: str) -> int:
         value = self.config.get(key)
         if type(value) is not int or value < 1:
             what = f"{key} is {value!r}, expected a whole number from 1"
             raise Refusal(what, where=self.where, remedy="correct the config")
         return value
+
+
+def _eos_of(config: Mapping[str, Any], where: object) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id) is int for id in ids):
+        what = f"eos_token_id is {brief(value)}, expected a token id or a list of them"
+        raise Refusal(what, where=where, remedy="correct it")
+    return frozenset(ids)
 
 
 def resolve(

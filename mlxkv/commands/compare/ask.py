@@ -134,7 +134,7 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
 def _answer(
     checkpoint: Checkpoint, folder: Path, manifest: run_folder.Manifest, made: Finished | None
 ) -> Answer:
-    plans = {plan.digest: plan for plan in oracle.judged(manifest, folder).values()}
+    plans = {plan.digest: plan for plan in run_folder.read_plans(folder, manifest).values()}
     case = replace(read_case(folder), manifest=manifest)
     return Answer(checkpoint, folder, case, tuple(plans.values()), made)
 

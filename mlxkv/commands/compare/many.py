@@ -63,10 +63,11 @@ def report(request: Request, source: str, *, out: Path, command: str) -> Report:
 def compare(request: Request, given: Sequence[Prompt]) -> Overview:
     """The comparison of each prompt."""
     requests = [
-        replace(
-            request, name=p.name, prompt=p.text, tokens=p.tokens, steps=p.steps or request.steps
-        )
+        replace(request, name=p.name, prompt=p.prompt or None, tokens=p.tokens or None)
         for p in given
+    ]
+    requests = [
+        replace(one, steps=p.steps or one.steps) for one, p in zip(requests, given, strict=True)
     ]
     with run(requests) as runs:
         compared = {p.name: judged(one) for p, one in zip(given, runs, strict=True)}
@@ -75,7 +76,7 @@ def compare(request: Request, given: Sequence[Prompt]) -> Overview:
 
 def long(request: Request) -> Compared:
     """The comparison over one long sequence of drawn ids."""
-    length, chunks = prompts.LONG.length, prompts.LONG.chunks
+    length, chunks = prompts.LONG, prompts.LONG_CHUNKS
     vocab_size = resolve(request.model, revision=request.revision).vocab_size
     given = replace(
         request,

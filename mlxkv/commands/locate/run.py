@@ -26,6 +26,7 @@ from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
+from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import TAPS, Trace
 from oracle.model.checkpoint import Checkpoint, resolve
 
@@ -151,7 +152,7 @@ def _tapped(case: Case, checkpoint: Checkpoint, plan: str, room: Path) -> tuple[
     taps += tuple(tap for tap in ("v", "k_rope") if tap not in taps)
     size = 2 * sum(array.nbytes for array in case.truth.arrays.values()) / 1e6
     say(f"port: taps of plan {plan} in float64, about {size:.0f} MB on disk while it is judged")
-    followed = oracle.judged(case.manifest, case.truth.path.parent)[plan]
+    followed = read_plans(case.truth.path.parent, case.manifest)[plan]
     asked = job.Job(
         folder=str(checkpoint.folder),
         plans=(followed,),

@@ -30,6 +30,7 @@ from mlxkv.judge.verdict import judge
 from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, New, Plan, Step
+from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import Meta, Trace
 from oracle.model.checkpoint import Checkpoint
 
@@ -53,7 +54,7 @@ def start(
     dtype = answer.manifest.dtype
     asked = job.Job(
         folder=str(checkpoint.folder),
-        plans=tuple(oracle.judged(answer.manifest, answer.folder).values()),
+        plans=tuple(read_plans(answer.folder, answer.manifest).values()),
         out=room,
         dtype=dtype,
         weights_dtype=dtype,
@@ -206,7 +207,7 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
     from mlxkv.commands.selftest.faults import FAULTS, Place, applies
 
     case, dtype = read_case(folder), ports.meta.dtype
-    config, plans = ports.models[dtype].config, oracle.judged(case.manifest, folder)
+    config, plans = ports.models[dtype].config, read_plans(folder, case.manifest)
     cut = next(plans[TAPPED].calls()).fed
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
     names = [fault.name for fault in FAULTS]
@@ -233,7 +234,7 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
 def read(ports: Ports, folder: Path) -> dict[str, Any]:
     """One correct run: its outcome with the reasons, and its readings, as plain values."""
     case = read_case(folder)
-    verdict, _ = Experiment(case, oracle.judged(case.manifest, folder), ports).judged()
+    verdict, _ = Experiment(case, read_plans(folder, case.manifest), ports).judged()
     found = [asdict(reading) for reading in readings.read(case, verdict)]
     return {"outcome": verdict.outcome, "reasons": verdict.reasons, "readings": found}
 
