@@ -89,10 +89,7 @@ _run = options(
     _device,
     option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
     option(
-        "--engine",
-        "Whose Llama is judged.",
-        metavar="[port|mlx-lm|FILE.py:load]",
-        default="port",
+        "--engine", "Whose Llama is judged.", metavar="[port|mlx-lm|FILE.py:load]", default="port"
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),

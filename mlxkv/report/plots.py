@@ -21,12 +21,8 @@ from oracle.formats.errors import Refusal
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dash tell the lines
 # apart without any colour.
-_LOOKS = (
-    ("#0072B2", "o", "-"),
-    ("#D55E00", "s", "--"),
-    ("#009E73", "^", "-."),
-    ("#CC79A7", "D", ":"),
-)
+_COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+_LOOKS = tuple(zip(_COLOURS, "os^D", ("-", "--", "-.", ":"), strict=True))
 _SETTINGS = {
     "svg.hashsalt": "mlxkv",
     "svg.fonttype": "none",

@@ -78,9 +78,7 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         # What the port refuses must not cost a run of the oracle first.
         beyond = LlamaConfig.of(checkpoint).rope.beyond
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    return [
-        _asked(request, question) for request, question in zip(requests, questions, strict=True)
-    ]
+    return [_asked(one, question) for one, question in zip(requests, questions, strict=True)]
 
 
 def _asked(request: Request, question: oracle.Question) -> Answer:
