@@ -58,10 +58,8 @@ class LlamaConfig:
         try:
             value = json.loads(path.read_bytes())
         except OSError as error:
-            what, remedy = (
-                f"cannot be read ({error.strerror})",
-                "a model folder holds a config.json",
-            )
+            what = f"cannot be read ({error.strerror})"
+            remedy = "a model folder holds a config.json"
             raise ConfigError(what, where=path, remedy=remedy) from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"not JSON ({one_line(error, 300)})", where=path) from error
