@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlxkv.judge import verdict
+from mlxkv.judge import limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 def test_the_limits_are_those_of_the_committed_calibration() -> None:
     (path,) = ROOT.glob("reports/*/linux-x86_64-cpu/calibration.json")
     calibration = json.loads(path.read_text())
-    assert verdict.current_limits() == calibration["limits"]
+    assert limits.current_limits() == calibration["limits"]
     gates = {r["gate"]: r["limit"] for r in calibration["readings"]}
-    for name, limit in verdict.PROOFS.items():
+    for name, limit in limits.PROOFS.items():
         assert limit == gates[f"proof {name}"]
-    assert gates["noise floor over max |truth|"] == verdict.FLOOR_MOST["float32"]
-    assert gates["control: stored errors of sdpa-step"] == verdict.STORED
+    assert gates["noise floor over max |truth|"] == limits.FLOOR_MOST["float32"]
+    assert gates["control: stored errors of sdpa-step"] == limits.STORED
