@@ -146,11 +146,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "longrope, too few factors": {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}},
 }
 ONLY_THE_ORACLE_TAKES: dict[str, dict[str, Any]] = {
-    # Either mscale alone says nothing, so both objects describe the same RoPE. The oracle compares
-    # what they describe, the port what they say.
+    # Both objects describe the same RoPE, since either mscale alone says nothing and 32 is what
+    # beta_fast is if absent. The oracle compares what they describe, the port what they say.
     "an mscale without effect in one object of two": {
         "rope_scaling": YARN,
         "rope_parameters": YARN | {"mscale": 0.7},
+    },
+    "a default in one object of two": {
+        "rope_scaling": YARN,
+        "rope_parameters": YARN | {"beta_fast": 32},
     },
 }
 """The difference that is known."""

@@ -26,8 +26,8 @@ from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 
 ENGINES = ("mlxkv", "mlx-lm")
 
-Turn = Callable[[int, int], list[float]]
-"""Feeds a prompt of so many tokens and decodes so many after it; the seconds that each took."""
+Begin = Callable[[int], Callable[[list[int]], int]]
+"""A new cache for so many tokens: the function that feeds it ids and gives the greedy next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,66 +154,66 @@ def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) 
     from mlxkv.engines import machine
 
     environment = machine.prepare(device)
-    turn = _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    vocab, begin = (
+        _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)
+    )
+
+    def turn(prefill: int, decode: int) -> list[float]:
+        feed, ids = begin(prefill + decode), [(3 + 7919 * i) % vocab for i in range(prefill)]
+        begun = time.perf_counter()
+        token = feed(ids)
+        prefilled = time.perf_counter()
+        for _ in range(decode):
+            token = feed([token])
+        return [prefilled - begun, time.perf_counter() - prefilled]
+
     for line in sys.stdin:
         question = json.loads(line)
         answer = environment if question == "environment" else turn(*question)
         print(json.dumps(answer), flush=True)
 
 
-def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> Turn:
+def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> tuple[int, Begin]:
+    """The vocabulary's size, and how a sequence begins."""
     from mlxkv.port.cache import Cache
     from mlxkv.port.weights import load
 
     model = load(folder, dtype, ignore_keys=ignore_keys)
-    V = model.config.vocab_size
 
-    def turn(prefill: int, decode: int) -> list[float]:
-        cache = Cache(model.config, dtype=dtype, max_length=prefill + decode)
-        begun = time.perf_counter()
-        token = _best(model([_tokens(prefill, V)], cache=cache)[0])
-        prefilled = time.perf_counter()
-        for _ in range(decode):
-            token = _best(model([[token]], cache=cache)[0])
-        return [prefilled - begun, time.perf_counter() - prefilled]
+    def begin(length: int) -> Callable[[list[int]], int]:
+        cache = Cache(model.config, dtype=dtype, max_length=length)
+        return lambda ids: _best(model([ids], cache=cache)[0])
 
-    return turn
+    return model.config.vocab_size, begin
 
 
-def _mlx_lm(folder: str, dtype: str) -> Turn:
+def _mlx_lm(folder: str, dtype: str) -> tuple[int, Begin]:
     import mlx.core as mx
 
     from mlxkv.engines.mlx_lm import load, prompt_cache
 
     model = load(folder, dtype)
-    V = model.args.vocab_size
 
-    def turn(prefill: int, decode: int) -> list[float]:
+    def begin(_: int) -> Callable[[list[int]], int]:
         cache = prompt_cache(model, "KVCache")
-        ids = mx.array([_tokens(prefill, V)])
-        begun = time.perf_counter()
-        # As mlx_lm's own generate_step does: all of the prompt but its last token only fills the
-        # cache, and needs no logits.
-        if prefill > 1:
-            model(ids[:, :-1], cache=cache)
-            mx.eval([c.state for c in cache])
-        token = _best(model(ids[:, -1:], cache=cache)[0, -1])
-        prefilled = time.perf_counter()
-        for _ in range(decode):
-            token = _best(model(mx.array([[token]]), cache=cache)[0, -1])
-        return [prefilled - begun, time.perf_counter() - prefilled]
 
-    return turn
+        def feed(ids: list[int]) -> int:
+            # As mlx_lm's own generate_step does: all of the prompt but its last token only fills
+            # the cache, and needs no logits.
+            if len(ids) > 1:
+                model(mx.array([ids[:-1]]), cache=cache)
+                mx.eval([c.state for c in cache])
+            return _best(model(mx.array([ids[-1:]]), cache=cache)[0, -1])
+
+        return feed
+
+    return model.args.vocab_size, begin
 
 
 def _best(logits: Any) -> int:
     import mlx.core as mx
 
     return int(mx.argmax(logits).item())  # type: ignore[arg-type]
-
-
-def _tokens(n: int, vocab: int) -> list[int]:
-    return [(3 + 7919 * i) % vocab for i in range(n)]
 
 
 if __name__ == "__main__":

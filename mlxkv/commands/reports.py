@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from mlxkv.commands.selftest import run as selftest
 from mlxkv.engines import process
 from mlxkv.engines.progress import say
 from mlxkv.report import publish
-from oracle.formats import disk, trace
+from oracle.formats import disk, strict_json, trace
 from oracle.formats.errors import Refusal
 
 COMMAND = "mlxkv reports"
@@ -153,7 +152,8 @@ def index(out: Path) -> str:
     for path in sorted([*out.glob("*/*/*.json"), *out.glob("*/*/*/compare.json")]):
         link = path.with_suffix(".md").relative_to(out)
         name = link.stem if len(link.parts) == 3 else f"{link.stem}, {link.parts[2]}"
-        model, machine, result = *link.parts[:2], _result(_read_json(path))
+        value = strict_json.read(path, remedy="restore it or make the reports again")
+        model, machine, result = *link.parts[:2], _result(value)
         rows.append(f"| [{name}]({link}) | {model} | {machine} | {result} |")
     head = [
         "# Reports",
@@ -182,13 +182,3 @@ def _result(value: Any) -> str:
         return f"{odd} systems not as documented" if odd else "all as documented"
     scopes = f" ({', '.join(value['scopes'])})" if value["outcome"] == "agree" else ""
     return f"{value['outcome']}{scopes}"
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise Refusal(
-            f"{path}: cannot be read ({why}); restore it or make the reports again"
-        ) from error

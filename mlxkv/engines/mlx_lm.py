@@ -6,7 +6,6 @@ nothing of the oracle's may run in this process.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +27,8 @@ CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
 class MlxLmRunner(PlanRunner):
     """Follows one plan on mlx-lm's model; `cache` names a class as a Job does.
 
-    Any error of mlx-lm's ends its step alone.
+    mlx-lm has no clone and no reset: as its users do, this copies a cache, and takes a new one. Any
+    error of mlx-lm's ends its step alone.
     """
 
     failures = (Exception,)
@@ -37,18 +37,10 @@ class MlxLmRunner(PlanRunner):
         super().__init__(plan)
         self.model = model
         self.cache = cache
-        self.caches: dict[str, list[Any] | None] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
         """A prompt cache, or None where there is to be no cache."""
         self.caches[name] = prompt_cache(self.model, self.cache) if use_kv_cache else None
-
-    def clone(self, source: str, target: str) -> None:
-        """Copies, as users of mlx-lm do: it has no clone.
-
-        A copied array shares memory until one side writes.
-        """
-        self.caches[target] = copy.deepcopy(self.caches[source])
 
     def crop(self, name: str, length: int) -> None:
         """Trims what is too much, as users of mlx-lm do."""
@@ -62,10 +54,6 @@ class MlxLmRunner(PlanRunner):
         if trimmed != held - length:
             what = f"trim_prompt_cache trimmed {trimmed} of {held - length} tokens"
             raise Inexpressible(f"{what} from a {self.cache}")
-
-    def reset(self, name: str) -> None:
-        """A new cache, as users of mlx-lm take one: it has no reset."""
-        self.new(name, self.caches[name] is not None)
 
     def held(self, name: str) -> int:
         """The position that mlx-lm gives to the next token."""

@@ -3,13 +3,12 @@
 `FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32".
 What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
 and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. The file is
-executed because it was named; what goes wrong in it is told in one line. Axes as in
+executed because it was named; what goes wrong in it becomes one line. Axes as in
 `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import sys
 import traceback
@@ -81,7 +80,6 @@ class OwnRunner(PlanRunner):
         self.model = model
         self.name = name
         self.vocab = vocab
-        self.caches: dict[str, list[Any] | None] = {}
         self.fed: dict[str, int] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -91,7 +89,7 @@ class OwnRunner(PlanRunner):
     def clone(self, source: str, target: str) -> None:
         """The convention has no clone; its users copy."""
         with blamed_on(self.name, "copy of a cache"):
-            self.caches[target] = copy.deepcopy(self.caches[source])
+            super().clone(source, target)
         self.fed[target] = self.fed[source]
 
     def crop(self, name: str, length: int) -> None:
@@ -108,10 +106,6 @@ class OwnRunner(PlanRunner):
             found = sorted(map(str, trimmed))
             raise Inexpressible(f"trim() trimmed {found} of {held - length} tokens")
         self.fed[name] = length
-
-    def reset(self, name: str) -> None:
-        """The convention has no reset; its users take a new cache."""
-        self.new(name, self.caches[name] is not None)
 
     def held(self, name: str) -> int:
         """The tokens fed into this cache."""

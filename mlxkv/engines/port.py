@@ -21,7 +21,6 @@ from oracle.formats.trace import Meta, Trace
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxkv.port.cache import Cache
     from mlxkv.port.llama import Llama, ModelTap
 
 
@@ -48,7 +47,6 @@ class PortRunner(PlanRunner):
         self.dtype = name_of(model.dtype)
         self.keep_masks = keep_masks
         self.tap: ModelTap | None = None
-        self.caches: dict[str, Cache] = {}
         # The truth turns a sequence by the factors for its whole length, so every cache of the
         # plan is made for it.
         longrope = model.config.rope.rope_type == "longrope"

@@ -83,7 +83,7 @@ class Recorder:
 class TapRunner(PortRunner):
     """A PortRunner whose every call is recorded.
 
-    The recorder is told where a call's tokens stand by the plan, and not by what the engine thinks.
+    Where a call's tokens stand is what the plan says, and not what the engine thinks.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ An engine's own runner adds how its caches are made and changed, and one forward
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -31,13 +32,15 @@ class CropRefusal(Refusal):
 class PlanRunner(ABC):
     """Follows one plan. `failures` are the errors that end a step alone; others are faults of ours.
 
-    `seconds` are those spent in forward calls.
+    `caches` are the engine's, by name; mlx-lm's convention has None for no cache. `seconds` are
+    those spent in forward calls.
     """
 
     failures: tuple[type[Exception], ...] = (ValueError,)
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.caches: dict[str, Any] = {}
         self.rows: list[Array] = []
         self.positions: list[Array] = []
         self.steps: list[Array] = []
@@ -48,17 +51,17 @@ class PlanRunner(ABC):
     def new(self, name: str, use_kv_cache: bool) -> None:
         """A fresh cache under this name."""
 
-    @abstractmethod
     def clone(self, source: str, target: str) -> None:
         """`target` becomes an independent copy of `source`."""
+        self.caches[target] = copy.deepcopy(self.caches[source])
 
     @abstractmethod
     def crop(self, name: str, length: int) -> None:
         """The cache keeps its first `length` tokens."""
 
-    @abstractmethod
     def reset(self, name: str) -> None:
         """The cache is empty again."""
+        self.new(name, self.caches[name] is not None)
 
     @abstractmethod
     def held(self, name: str) -> int:

@@ -84,7 +84,8 @@ class Attention(nn.Module):
         turned = rotate(both, *cache.rotation(start, L))  # [B, H + K, L, D]
         held = cache.extend(self.layer, turned[:, H:], values)  # twice [B, K, S, D]
         hidden = fitting(cache.mask(L, start), (B, H, L, held[0].shape[2]))
-        mixed = self._attend(turned[:, :H], *held, hidden, tap)
+        wide = [a.astype(ops.accurate(a.dtype)) for a in (turned[:, :H], *held)]
+        mixed = blockwise(*wide, hidden=hidden, scale=self.scale, tap=tap).astype(turned.dtype)
         mixed = mixed.swapaxes(1, 2).reshape(B, L, -1)  # [B, L, H * D]
         out = self.o_proj(mixed)
         if tap is not None:
@@ -95,19 +96,6 @@ class Attention(nn.Module):
     def _heads(self, x: mx.array, n: int) -> mx.array:
         B, L, _ = x.shape
         return x.reshape(B, L, n, self.head_dim).swapaxes(1, 2)
-
-    def _attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        hidden: mx.array | None,
-        tap: Tap | None,
-    ) -> mx.array:
-        dtype = ops.accurate(queries.dtype)
-        wide = queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
-        out = blockwise(*wide, scale=self.scale, hidden=hidden, tap=tap)
-        return out.astype(queries.dtype)
 
 
 class MLP(nn.Module):
@@ -247,13 +235,7 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def blockwise(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    hidden: mx.array | None,
-    tap: Tap | None = None,
+    queries: mx.array, keys: mx.array, values: mx.array, *, hidden: mx.array | None, **options: Any
 ) -> mx.array:
     """`ops.attention`, QUERIES queries at a time.
 
@@ -264,14 +246,13 @@ def blockwise(
     """
     L, S = queries.shape[2], keys.shape[2]
     if hidden is None or L <= QUERIES:
-        return ops.attention(queries, keys, values, scale=scale, hidden=hidden, tap=tap)
+        return ops.attention(queries, keys, values, hidden=hidden, **options)
     blocks = []
     for first in range(0, L, QUERIES):
         last = min(first + QUERIES, L)
         seen = S - L + last
         given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
-        columns = hidden[first:last, :seen]
-        blocks.append(ops.attention(*given, scale=scale, hidden=columns, tap=tap))
+        blocks.append(ops.attention(*given, hidden=hidden[first:last, :seen], **options))
     return mx.concatenate(blocks, axis=2)
 
 

@@ -1,4 +1,4 @@
-"""What is called right, silently wrong, refused and inexpressible: on made-up rows, whose answer is known."""
+"""What is called right, silently wrong, refused, inexpressible: on rows whose answer is known."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_rows_within_the_noise_are_right() -> None:
 
 
 def test_rows_decide_and_not_tokens() -> None:
-    """Every token right and one row 40 floors away; and a token that parts at a near tie, all rows right."""
+    """All tokens right, one row 40 floors away; a token that parts at a tie, all rows right."""
     seen = see(run(off={2: 40.0}))
     assert (seen.behaviour, seen.documented) == (WRONG, False)
     assert seen.cost == pytest.approx(40, rel=1e-3)

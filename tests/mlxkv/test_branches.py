@@ -1,4 +1,4 @@
-"""What branches of a prefix cost, by MLX's own count, and that each is what its own run would be."""
+"""What branches of a prefix cost, by MLX's count, and that each is what its own run would be."""
 
 from __future__ import annotations
 
@@ -154,6 +154,8 @@ def test_the_command_writes_the_figures_and_where_they_were_made(
 def test_the_command_refuses_in_one_line(long: Path, tmp_path: Path) -> None:
     finished = command(str(long), str(tmp_path / "out.json"), "--context", str(LONG))
 
-    line = f"error: branches: context {LONG}, branches 8, steps 16, expected each from 1 and at most {LONG} tokens in all; ask for fewer\n"
+    asked = f"context {LONG}, branches 8, steps 16"
+    expected = f"expected each from 1 and at most {LONG} tokens in all; ask for fewer"
+    line = f"error: branches: {asked}, {expected}\n"
     assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", line)
     assert list(tmp_path.iterdir()) == []

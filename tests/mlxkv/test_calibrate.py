@@ -1,4 +1,7 @@
-"""What correct runs read at each gate: taken from the judge's own gates, pooled, and never found good where one is beyond a limit."""
+"""What correct runs read at each gate, from the judge's own gates, pooled.
+
+Nothing is found good where one reading is beyond its limit.
+"""
 
 from __future__ import annotations
 
@@ -140,8 +143,8 @@ correct runs on 2 models: beyond a limit 1, accused 0    report: x.md
 """
     )
     assert (
-        pages.sentence([*A, *B], [])
-        == "every correct run on 2 models is within every limit; the tightest limit is that of sigma, 2.0x on a"
+        pages.sentence([*A, *B], []) == "every correct run on 2 models is within every limit; "
+        "the tightest limit is that of sigma, 2.0x on a"
     )
 
 

@@ -1,4 +1,4 @@
-"""A seeded fault changes what it should, from the position that it names on, and leaves nothing behind."""
+"""A seeded fault changes what it should, from where it says on, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults planted in the port alone, each found at its plan, position, layer, tap and head; a right port is left in peace."""
+"""Faults planted in the port alone, each found at its plan, position, layer, tap and head.
+
+A right port is left in peace.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +272,7 @@ def turned(wrong: Callable[[int, int], bool]) -> Callable[[Llama, Patch], None]:
 def written(
     layer: int, change: Callable[[Cache, Any, Any], None]
 ) -> Callable[[Llama, Patch], None]:
-    """What one layer of a cache stores of the rows it is given, [K, L, D] each; `change` works in place."""
+    """What one layer of a cache stores of its rows, [K, L, D] each; `change` works in place."""
 
     def plant(_: Llama, patch: Patch) -> None:
         real = Cache.extend
@@ -425,7 +428,8 @@ FAULTS = {
         (1,),
         "k",
         (0, 1),
-        "k_proj: the order of its heads (head 0 is the truth's head 1, head 1 is the truth's head 0)",
+        "k_proj: the order of its heads (head 0 is the truth's head 1, "
+        "head 1 is the truth's head 0)",
     ),
     "KV heads interleaved": Fault(
         interleaved_heads("keys and values"),
@@ -440,7 +444,8 @@ FAULTS = {
     "values interleaved": Fault(
         interleaved_heads("values"),
         *("full", 0, EVERY, "attention", (1, 2)),
-        "GQA's head order among the values: query head 1 reads head 1, expected 0; query head 2 reads head 0, expected 1",
+        "GQA's head order among the values: query head 1 reads head 1, expected 0; "
+        "query head 2 reads head 0, expected 1",
         1,
     ),
     "attention's scale times 1.001 in layer 2": Fault(
@@ -628,7 +633,8 @@ def test_where_torch_is_missing_the_note_says_what_the_folder_lacks(
     same, (note,) = locating.with_taps(case)
     assert same is case
     assert note.startswith(
-        "the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, attention, "
+        "the oracle folder was made without the taps input_norm, q, k, v, q_rope, k_rope, scores, "
+        "attention, "
     )
     assert "torch is not installed" in note
 
@@ -756,8 +762,8 @@ def test_a_third_engines_trace_is_looked_into_beside_the_port(
     assert (done.returncode, done.stderr) == (1, "")
     assert "nothing stands out" in done.stdout
     assert (
-        "note: the cause was not looked for: sigma is within its limit at the first 12 positions of plan step\n"
-        in done.stdout
+        "note: the cause was not looked for: sigma is within its limit at the first 12 positions "
+        "of plan step\n" in done.stdout
     )
     assert done.stdout.splitlines()[-2] == "located: position 7, layer 1, values, head 0"
     found = json.loads((tmp_path / "locate.json").read_text())

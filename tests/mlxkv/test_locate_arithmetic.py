@@ -1,4 +1,7 @@
-"""Without lane A: the layer from the cache in noise floors, and patterns over positions. No model: see synthetic.py."""
+"""Without lane A: the layer from the cache in noise floors, and patterns over positions.
+
+No model: see synthetic.py.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,8 @@ def test_logits_alone_wrong_point_behind_the_cache() -> None:
     found = look(wrong)
     assert (found.position, found.kind, found.layer) == (0, "a scale, an eps or weights", None)
     assert (
-        found.hint
-        == "the cache is within the noise in every layer: behind the last layer's keys and values, or the head"
+        found.hint == "the cache is within the noise in every layer: "
+        "behind the last layer's keys and values, or the head"
     )
 
 
@@ -133,7 +136,8 @@ def test_an_error_that_grows_with_the_position_is_named() -> None:
 
 
 @pytest.mark.parametrize(("position", "plan", "words"), [
-    (0, "step", "a scale"), (1, "full", "RoPE"), (3, "chunked", "the start of a chunk"), (5, "step", "the first call after the prompt"),
+    (0, "step", "a scale"), (1, "full", "RoPE"), (3, "chunked", "the start of a chunk"),
+    (5, "step", "the first call after the prompt"),
     (9, "step", "a stale or lost"), (3, "full", "what starts at this position"),
 ])  # fmt: skip
 def test_the_first_wrong_position_names_the_kind(position: int, plan: str, words: str) -> None:
@@ -179,8 +183,8 @@ def test_what_a_wrong_row_holds_is_said() -> None:
         said(put(3, ROWS[0, 2]))
         == "row 3 of its keys in layer 0, head 0, is the truth's row 2: stale"
     )
-    lost = "row 2 of its keys in layer 0, head 0, is the truth's row 3: a token was lost or moved before it"
-    assert said(np.delete(ROWS, 2, axis=1)) == lost
+    lost = "row 2 of its keys in layer 0, head 0, is the truth's row 3: a token was lost or moved"
+    assert said(np.delete(ROWS, 2, axis=1)) == f"{lost} before it"
     assert said(ROWS[:, :5]) == "row 5 of its keys in layer 0, head 0, is missing"
     assert said(put(4, np.zeros(4))) == "row 4 of its keys in layer 0, head 0, is empty"
     for dtype in ("float32", "float16", "bfloat16"):

@@ -1,4 +1,7 @@
-"""What `locate` writes: the expected text stands whole; the strip is the same file for the same numbers, and no picture in it."""
+"""What `locate` writes: the expected text stands whole.
+
+The strip is the same file for the same numbers, and holds no picture.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mlxkv pitfalls` whole, on a tiny model: every system really runs, and every one behaves as documented."""
+"""`mlxkv pitfalls` on a tiny model: every system really runs, and behaves as documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST, SECOND = (3, 7, 11, 2, 19), (3, 7, 11, 5, 19)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report's folder, by the command line; with a config key that no engine knows, which every process is told to ignore."""
+    """The report's folder; every process is told to ignore a config key that no engine knows."""
     room = tmp_path_factory.mktemp("pitfalls")
     model, out = models.save(room / "model", models.config("gqa") | {"surprise": 1}), room / "out"
     given = [

@@ -145,8 +145,8 @@ def test_the_long_report_says_what_its_tokens_are(reports: Path) -> None:
     (path,) = reports.glob("*/*/long/compare.md")
     value = json.loads(path.with_suffix(".json").read_text())
     assert (
-        "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; the last 4 are decoded"
-        in path.read_text()
+        "- no text: 12 ids, each the sha256 of its place modulo the vocabulary; "
+        "the last 4 are decoded" in path.read_text()
     )
     assert value["subject"]["tokens"] == list(prompts.drawn(12, vocab_size=40))
     assert (value["subject"]["prompt_tokens"], value["generated"]) == (

@@ -1,4 +1,7 @@
-"""The scenarios are the page's experiments: candle's own plans where it has them, and prompts that would show nothing refused."""
+"""The scenarios are the page's experiments, and candle's own plans where it has them.
+
+Prompts that would show nothing are refused.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def test_reuse1_and_nocache1_begin_as_candles_do() -> None:
 
 
 def test_every_system_has_a_plan_or_a_reason_and_every_aim_a_step() -> None:
-    known = {talk.name for talk in talks(PAGE)}
+    known = set(talks(PAGE))
     for scenario in scenarios(PAGE):
         assert list(scenario.plans) == list(scenario.expected)
         assert set(SYSTEMS) <= set(scenario.plans) <= {*SYSTEMS, *OTHER_CACHES}

@@ -1,4 +1,7 @@
-"""The selftest on small models: every fault found in its place, in float32 and in half precision; and what was measured is of today."""
+"""The selftest on small models: every fault found in its place, in float32 and half precision.
+
+And what the package has measured is of today's faults and limits.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +185,10 @@ def test_the_note_names_what_passes_and_is_out_of_date_when_a_limit_was_changed(
     power.write(path, "bfloat16", {"a": models["a"]}, limits=LIMITS)
     power.write(path, "float16", models, limits=LIMITS)
     assert sorted(power.read(path)) == ["bfloat16", "float16"]
-    said = "in float16 lane B alone lets 3 of 30 seeded faults pass (on every model: y; on some: x, z; measured on a, b)"
+    said = (
+        "in float16 lane B alone lets 3 of 30 seeded faults pass "
+        "(on every model: y; on some: x, z; measured on a, b)"
+    )
     assert power.note(power.read(path), "float16", LIMITS) == said
     how = "`mlxkv selftest --dtype float16 --power FILE` measures it"
     assert power.note(power.read(path), "float16", LIMITS | {"SIGMA": 9.0}) == (
@@ -290,6 +296,7 @@ def test_the_index_of_reports_says_how_selftest_and_calibration_went(tmp_path: P
     (folder / "calibration.json").write_text(json.dumps({"readings": [], "exit_code": 0}))
     rows = [line for line in reports.index(tmp_path).splitlines() if line.startswith("| [")]
     assert rows == [
-        "| [calibration](model/machine/calibration.md) | model | machine | every correct run within every limit |",
+        "| [calibration](model/machine/calibration.md) | model | machine "
+        "| every correct run within every limit |",
         "| [selftest](model/machine/selftest.md) | model | machine | 1 of 2 runs judged wrongly |",
     ]

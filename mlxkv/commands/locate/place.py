@@ -22,7 +22,7 @@ from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Strip, Verdict
+from mlxkv.judge.result import FirstWrong, Strip, Verdict, plain
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
@@ -96,11 +96,9 @@ class Located:
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-locate/1`: plain values; numbers that are not finite are null."""
-        rows = [asdict(r) | {"wrong": r.wrong} for r in self.rows]
-        for row in rows:
-            row |= {name: _finite(row[name]) for name in ("isolated", "propagated")}
+        rows = [asdict(row) | {"wrong": row.wrong} for row in self.rows]
         head = {"format": FORMAT, "exit_code": self.exit_code, "limit": TAP}
-        return head | asdict(self) | {"rows": rows}
+        return dict(plain(head | asdict(self) | {"rows": rows}))
 
     @property
     def at(self) -> tuple[int, int] | None:
@@ -263,7 +261,7 @@ def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
             return None
         largest = np.maximum(np.abs(pair[1][0]).max(-1), np.finfo(np.float64).tiny)
         with np.errstate(invalid="ignore", over="ignore"):
-            strip.append(_plain(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
+            strip.append(_finite(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
     return Strip("hidden state, error relative to the position's largest value", TAP, tuple(strip))
 
 
@@ -277,7 +275,7 @@ def _in_arithmetic(
     if ratios is None:
         why = "no keys and values of plan step to read the layer from"
         return replace(base, hint="; ".join([*words, f"{base.pointed} ({why})"]))
-    by_position = tuple(map(_plain, ratios.max((0, 2))))
+    by_position = tuple(map(_finite, ratios.max((0, 2))))
     strip = Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
     found = layer_of(ratios)
     if found is None:
@@ -360,9 +358,5 @@ def _by_position(verdict: Verdict) -> str | None:
     return "the error grows with the position: the precision of RoPE's angles or tables"
 
 
-def _plain(values: Floats) -> tuple[float | None, ...]:
-    return tuple(map(_finite, values))
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _finite(values: Floats) -> tuple[float | None, ...]:
+    return tuple(plain(values.tolist()))

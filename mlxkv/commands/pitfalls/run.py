@@ -19,7 +19,6 @@ from mlxkv.commands.pitfalls.scenarios import (
     SYSTEMS,
     Scenario,
     Setting,
-    Talk,
     scenarios,
     talks,
 )
@@ -99,7 +98,7 @@ def run(request: Request) -> Matrix:
     draft = setting(right=(0,) * request.steps)
     # Refused before the oracle works; what the model answers changes nothing of it.
     draft.check()
-    rights = {talk.name: _right(request, checkpoint, talk) for talk in talks(draft)}
+    rights = {name: _right(request, checkpoint, name, ids) for name, ids in talks(draft).items()}
     made = scenarios(setting(right=rights["first"].tokens))
     with process.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
@@ -142,13 +141,13 @@ def _prompts(request: Request, checkpoint: Checkpoint) -> tuple[Ids, Ids]:
     return first, second
 
 
-def _right(request: Request, checkpoint: Checkpoint, talk: Talk) -> Right:
+def _right(request: Request, checkpoint: Checkpoint, name: str, prompt: Ids) -> Right:
     texts = {} if request.ids else dict(zip(("first", "second"), request.texts, strict=True))
-    n, steps = len(talk.prompt), request.steps
+    n, steps = len(prompt), request.steps
     question = oracle.Question(
         checkpoint=checkpoint,
-        prompt=texts.get(talk.name),
-        tokens=talk.prompt,
+        prompt=texts.get(name),
+        tokens=prompt,
         prompt_tokens=n,
         steps=steps,
         chunks=None,

@@ -2,9 +2,9 @@
 
 Systems: T transformers with DynamicCache; C the port in candle's mode; G the port with its guards;
 L mlx-lm with KVCache. `TABLE` says what is known to come of each scenario on each system; the plans
-follow it. A plan here returns the last row of every call. A `Talk` is a conversation as it should
-go; an `Aim` says which part of which talk a step was meant to be, so that the rows which came can
-be laid beside the right ones.
+follow it. A plan here returns the last row of every call. A talk is a prompt and its greedy tokens
+on a fresh cache, as it should go; an `Aim` says which part of which talk a step was meant to be, so
+that the rows which came can be laid beside the right ones.
 """
 
 from __future__ import annotations
@@ -137,14 +137,6 @@ PAGE: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """A prompt, and how many greedy tokens follow it on a fresh cache."""
-
-    name: str
-    prompt: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Aim:
     """The rows of one step were meant to continue `talk`, of which `fed` tokens were fed before."""
 
@@ -211,10 +203,10 @@ class Setting:
             )
 
 
-def talks(setting: Setting) -> list[Talk]:
-    """The conversations whose truth must be known: both prompts, and the first token alone."""
+def talks(setting: Setting) -> dict[str, tuple[int, ...]]:
+    """The prompts of the talks whose truth must be known: both, and the first token alone."""
     first, second = setting.first, setting.second
-    return [Talk("first", first), Talk("second", second), Talk("one", first[:1])]
+    return {"first": first, "second": second, "one": first[:1]}
 
 
 def scenarios(setting: Setting) -> list[Scenario]:

@@ -188,14 +188,10 @@ def branched(step: Plan, vocab: int) -> Plan:
 
 def load(asked: job.Job) -> Ports:
     """The job's model in its dtype and in float64, with the same weights in both."""
-    from mlxkv.engines import machine
-
-    environment = machine.prepare("cpu", threads=asked.threads)
-    from mlxkv.engines import port
+    environment, checkpoint = asked.prepare("cpu")
+    from mlxkv.engines import machine, port
     from mlxkv.port.weights import from_checkpoint
-    from oracle.model.checkpoint import resolve
 
-    checkpoint = resolve(asked.folder, ignore_keys=asked.ignore_keys)
     models = {
         dtype: from_checkpoint(checkpoint, dtype, rounded_to=asked.weights_dtype)
         for dtype in (asked.dtype, "float64")

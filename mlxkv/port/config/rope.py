@@ -21,10 +21,10 @@ KEYS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": (
-        *("factor", ORIGINAL, "attention_factor", "mscale", "mscale_all_dim"),
-        *("beta_fast", "beta_slow", "truncate"),
+        *("factor", "beta_fast", "beta_slow", "truncate"),
+        *(ORIGINAL, "attention_factor", "mscale", "mscale_all_dim"),
     ),
-    "longrope": ("short_factor", "long_factor", "factor", ORIGINAL, "attention_factor"),
+    "longrope": (ORIGINAL, "factor", "attention_factor", "short_factor", "long_factor"),
 }
 """Each type of RoPE that the port computes, and the keys that it reads."""
 
@@ -96,7 +96,7 @@ def read_rope(values: Values, *, max_positions: int, head_dim: int) -> Rope:
         unset = (value is None and key in _KNOWN) or (value is False and key == "truncate")
         if key not in KEYS[rope_type] and not unset:
             raise values.error(key, f"no such key for rope_type {rope_type}", value)
-    return _Scaled(values, scaling, theta, max_positions, head_dim).read(rope_type)
+    return _Scaled(values, scaling, max_positions, head_dim).read(theta, rope_type)
 
 
 def _theta(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
@@ -137,95 +137,58 @@ def _merged(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> d
 
 
 class _Scaled:
-    """The values that one type of RoPE reads."""
+    """The keys that one type of RoPE reads, each checked when it is read."""
 
     def __init__(
-        self,
-        values: Values,
-        scaling: Mapping[str, Any],
-        theta: float,
-        max_positions: int,
-        head_dim: int,
+        self, values: Values, scaling: Mapping[str, Any], max_positions: int, head_dim: int
     ) -> None:
-        self.values, self.scaling, self.theta = values, scaling, theta
-        self.max_positions, self.head_dim = max_positions, head_dim
+        self.values, self.scaling = values, scaling
+        self.max_positions, self.pairs = max_positions, head_dim // 2
 
-    def read(self, rope_type: str) -> Rope:
+    def read(self, theta: float, rope_type: str) -> Rope:
         """The Rope of that type."""
-        if rope_type == "default":
-            return Rope(self.theta)
-        if rope_type == "longrope":
-            return self._longrope()
-        factor = self._number("factor", least=1.0)
-        if rope_type == "llama3":
-            return self._llama3(factor)
-        return self._yarn(factor) if rope_type == "yarn" else Rope(self.theta, rope_type, factor)
-
-    def _llama3(self, factor: float) -> Rope:
-        low = self._number("low_freq_factor", above=0.0)
-        high = self._number("high_freq_factor", above=0.0)
-        if not low < high:
-            expected = f"a number below high_freq_factor {high}"
-            raise self.values.error("low_freq_factor", expected, low)
-        original = self._whole(self.scaling.get(ORIGINAL))
-        return Rope(self.theta, "llama3", factor, low, high, original)
-
-    def _yarn(self, factor: float) -> Rope:
-        fast, slow = (self._optional(key, above=0.0) for key in ("beta_fast", "beta_slow"))
-        fast = self.values.filled("beta_fast", 32.0) if fast is None else fast
-        slow = self.values.filled("beta_slow", 1.0) if slow is None else slow
-        if not fast >= slow:
-            raise self.values.error("beta_fast", f"a number from beta_slow {slow}", fast)
-        truncate = self.scaling.get("truncate")
-        if "truncate" not in self.scaling:
-            truncate = self.values.filled("truncate", True)
-        return Rope(
-            self.theta,
-            "yarn",
-            factor,
-            original_max_position_embeddings=self._original(),
-            attention_factor=self._optional("attention_factor", above=0.0),
-            mscale=self._optional("mscale", least=0.0),
-            mscale_all_dim=self._optional("mscale_all_dim", least=0.0),
-            beta_fast=fast,
-            beta_slow=slow,
-            truncate=self.values.boolean("truncate", truncate),
+        rope = Rope(
+            theta, rope_type, **{key: self._read(key, rope_type) for key in KEYS[rope_type]}
         )
-
-    def _longrope(self) -> Rope:
-        original, factor = self._original(), self._optional("factor", least=1.0)
-        if original < 2:
+        if rope_type == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
+            expected = f"a number below high_freq_factor {rope.high_freq_factor}"
+            raise self.values.error("low_freq_factor", expected, rope.low_freq_factor)
+        if rope_type == "yarn" and not rope.beta_fast >= rope.beta_slow:
+            expected = f"a number from beta_slow {rope.beta_slow}"
+            raise self.values.error("beta_fast", expected, rope.beta_fast)
+        if rope_type == "longrope" and rope.original_max_position_embeddings < 2:
             expected = "a whole number from 2 (its logarithm divides)"
-            raise self.values.error(ORIGINAL, expected, original)
-        if factor is None:
-            factor = self.values.filled("factor", self.max_positions / original)
-        return Rope(
-            self.theta,
-            "longrope",
-            factor,
-            original_max_position_embeddings=original,
-            attention_factor=self._optional("attention_factor", above=0.0),
-            short_factor=self._factors("short_factor"),
-            long_factor=self._factors("long_factor"),
-        )
+            raise self.values.error(ORIGINAL, expected, rope.original_max_position_embeddings)
+        return rope
 
-    def _factors(self, key: str) -> tuple[float, ...]:
-        found, pairs = self.scaling.get(key), self.head_dim // 2
-        if not isinstance(found, list) or len(found) != pairs:
+    def _read(self, key: str, rope_type: str) -> Any:
+        value, number = self.scaling.get(key), self.values.number
+        match key:
+            case "truncate":
+                given = value if key in self.scaling else self.values.filled(key, True)
+                return self.values.boolean(key, given)
+            case "short_factor" | "long_factor":
+                return self._factors(key, value)
+            case "original_max_position_embeddings":
+                if key not in self.scaling and rope_type != "llama3":
+                    value = self.values.filled(key, self.max_positions)
+                return self.values.whole(key, value, most=2**24)
+            case "factor":
+                if value is None and rope_type == "longrope":
+                    original = self.scaling.get(ORIGINAL, self.max_positions)
+                    return float(self.values.filled(key, self.max_positions / original))
+                return number(key, value, least=1.0)
+            case "beta_fast" | "beta_slow":
+                default = {"beta_fast": 32.0, "beta_slow": 1.0}[key]
+                value = self.values.filled(key, default) if value is None else value
+            case "mscale" | "mscale_all_dim":
+                return None if value is None else number(key, value, least=0.0)
+            case "attention_factor" if value is None:
+                return None
+        return number(key, value, above=0.0)
+
+    def _factors(self, key: str, found: Any) -> tuple[float, ...]:
+        if not isinstance(found, list) or len(found) != self.pairs:
             got = f"{len(found)} of them" if isinstance(found, list) else repr(found)
-            raise self.values.refusal(key, f"a list of {pairs} numbers, head_dim / 2", got)
+            raise self.values.refusal(key, f"a list of {self.pairs} numbers, head_dim / 2", got)
         return tuple(self.values.number(key, value, above=1e-6) for value in found)
-
-    def _original(self) -> int:
-        if ORIGINAL not in self.scaling:
-            return int(self.values.filled(ORIGINAL, self.max_positions))
-        return self._whole(self.scaling[ORIGINAL])
-
-    def _whole(self, value: Any) -> int:
-        return self.values.whole(ORIGINAL, value, most=2**24)
-
-    def _number(self, key: str, **bounds: float) -> float:
-        return self.values.number(key, self.scaling.get(key), **bounds)
-
-    def _optional(self, key: str, **bounds: float) -> float | None:
-        return None if self.scaling.get(key) is None else self._number(key, **bounds)
