@@ -257,18 +257,6 @@ def test_tensors_of_a_trace_that_overlap_are_refused(tmp_path: Path) -> None:
     assert "positions" in refusal(trace.read, path)
 
 
-def test_a_pool_that_overflows_its_dtype_is_refused(tmp_path: Path) -> None:
-    config = models.config_of("mha")
-    tensors = models.tensors_of(config)
-    tensors["model.norm.weight"] *= 3e4
-    place = models.write(tmp_path / "m", config, tensors)
-    asked = ("run", place, "--tokens", "1,2,3", "--steps", "2", "--threads", "1")
-    assert oracle(*asked, "--out", tmp_path / "wide").returncode == 0
-    done = oracle(*asked, "--dtype", "float16", "--out", tmp_path / "out")
-    refused(done, "logits is not finite at position", "another --dtype")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "nul\0", "x" * 101, "..", "/etc/x", "\ud800"])
 def test_a_plans_name_is_a_files_name(name: str) -> None:
     assert "its name becomes a file's" in refusal(Plan, name, (New("a"),))
