@@ -428,24 +428,17 @@ def test_a_folder_goes_with_a_signal_that_comes_as_soon_as_it_is_there(
 
 
 def test_a_run_killed_while_it_writes_is_swept_by_the_next(model: Path, tmp_path: Path) -> None:
-    command = [
-        *PYTHON,
-        "run",
-        str(model),
-        "--tokens",
-        "1,2,3",
-        "--threads",
-        "1",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob(".out.*.part")) and first.poll() is None:
+    asked = ["run", str(model), "--tokens", "1,2,3", "--threads", "1"]
+    asked += ["--out", str(tmp_path / "out")]
+    first = subprocess.Popen(
+        [*PYTHON, *asked], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not list(tmp_path.glob(".out.*.part/plans")) and first.poll() is None:
         time.sleep(0.005)
     first.kill()
-    first.wait()
+    assert first.wait() == -signal.SIGKILL
     assert list(tmp_path.glob(".out.*.part"))
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert oracle(*asked).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
