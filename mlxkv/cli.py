@@ -368,6 +368,5 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
     exits.answer_signals()
     exits.console(cli)

@@ -90,7 +90,6 @@ def _read(found: Trace | str | Path) -> Trace:
 
 
 def _follower(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
-    """What makes the model's trace of a plan."""
     machine.require_mlx()
     from mlxkv.engines import port
     from mlxkv.port.llama import Llama

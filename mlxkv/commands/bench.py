@@ -56,7 +56,6 @@ class Speed:
 
 
 def run(request: Request, *, as_json: bool) -> str:
-    """What `bench` prints."""
     checkpoint = request.checkpoint()
     measured, environment = speeds(checkpoint, request)
     if not as_json:
@@ -120,7 +119,6 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
 
 
 def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
-    """The table that a person reads."""
     blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (

@@ -104,7 +104,6 @@ def _check(cache: Cache) -> None:
 
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
-    """What the rows depend on, by the names in the metadata."""
     config = json.loads(json.dumps(asdict(cache.config)))
     # These say something of a config, and nothing is computed from them.
     del config["notes"], config["defaults"]
