@@ -122,7 +122,6 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
 
 
 def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
-    """The table that a person reads."""
     blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (

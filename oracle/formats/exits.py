@@ -26,7 +26,7 @@ PARENT = "MLXKV_PARENT"
 """The environment variable in which mlxkv tells a process who started it."""
 
 DEBUG = "MLXKV_DEBUG"
-"""If it is set, every process of ours passes on what an engine prints, and shows whole tracebacks."""
+"""If it is set, our processes pass on what an engine prints, and show whole tracebacks."""
 
 
 def code_of(work: Callable[[], object]) -> int:
@@ -83,7 +83,6 @@ def invoke(command: click.Command, arguments: Sequence[str] | None = None) -> in
 
 
 def console(command: click.Command) -> None:
-    """The main of a console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
