@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from mlxkv.engines import machine
 from mlxkv.engines.progress import bar
 from mlxkv.report.text import columns
 from oracle.formats import child
@@ -57,6 +58,8 @@ class Speed:
 
 def run(request: Request, *, as_json: bool) -> str:
     """What `bench` prints."""
+    machine.require_device(request.device)
+    machine.require_mlx_lm()
     checkpoint = request.checkpoint()
     measured, environment = speeds(checkpoint, request)
     if not as_json:
@@ -142,8 +145,6 @@ def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) 
 
     Both engines are fed the same made-up tokens.
     """
-    from mlxkv.engines import machine
-
     environment = machine.prepare(device)
     vocab, begin = (
         _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)

@@ -112,14 +112,15 @@ def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Fi
     return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
 
 
-def require_torch() -> None:
-    """A Refusal with the line that installs what is missing."""
+def require_torch(*, or_folder: bool = True) -> None:
+    """A Refusal with the line that installs what is missing.
+
+    `or_folder` says whether a folder made elsewhere would do, as the command has --oracle.
+    """
+    instead = ", or give --oracle DIR with a folder made elsewhere" if or_folder else ""
     for package in ("torch", "transformers"):
         if not machine.has(package):
-            raise Refusal(
-                f"{package} is not installed: pip install 'mlxkv[oracle]', "
-                "or give --oracle DIR with a folder made elsewhere"
-            )
+            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'{instead}")
 
 
 def _revision(checkpoint: Checkpoint) -> list[str]:

@@ -89,7 +89,7 @@ _Prompts = list[tuple[Checkpoint, list[int]]]
 def run(request: Request) -> Calibration:
     """MODEL on `seeds` random prompts; and as many random models of each kind on one each."""
     machine.require_device("cpu")
-    oracle.require_torch()
+    oracle.require_torch(or_folder=False)
     found: list[Range] = []
     accused: list[str] = []
     models: dict[str, list[str]] = {}
