@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from mlxkv.engines import machine
 from mlxkv.engines.progress import bar, say, steps
 from mlxkv.report.text import columns
 from oracle.formats import child
@@ -57,6 +58,8 @@ class Speed:
 
 def run(request: Request, *, as_json: bool) -> str:
     """What `bench` prints."""
+    machine.require_device(request.device)
+    machine.require_mlx_lm()
     checkpoint = request.checkpoint(steps())
     turns = f"{request.rounds} turns of each engine at {len(request.prefill)} lengths"
     say(f"bench: {turns} on {checkpoint.name}, after both have loaded it")
@@ -143,8 +146,6 @@ def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) 
 
     Both engines are fed the same made-up tokens.
     """
-    from mlxkv.engines import machine
-
     environment = machine.prepare(device)
     vocab, begin = (
         _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)

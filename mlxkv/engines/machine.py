@@ -105,6 +105,12 @@ def require_mlx() -> Any:
     return mx
 
 
+def require_mlx_lm() -> None:
+    """A Refusal with the line that installs it, before anything runs."""
+    if not has("mlx_lm"):
+        raise Refusal("mlx-lm is not installed", remedy=install("port"))
+
+
 def _require_recent() -> None:
     """Refuses an MLX that pip would not have installed beside us."""
     found = version("mlx")

@@ -78,6 +78,8 @@ def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
 def run(request: Request) -> Matrix:
     """Asks the oracle how the talks should go, runs all systems, and looks at what came."""
     machine.require_device(request.device)
+    machine.require_mlx_lm()
+    oracle.require_torch()
     checkpoint = request.checkpoint(steps())
     first, second = _prompts(request, checkpoint)
     setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
@@ -223,7 +225,6 @@ def _job(
 
 
 def _transformers(checkpoint: Checkpoint, plans: Iterable[Plan], out: Path) -> process.Process:
-    oracle.require_torch()
     out.mkdir()
     arguments = ["oracle", "follow", checkpoint.source, "--out", str(out)]
     if checkpoint.revision:
