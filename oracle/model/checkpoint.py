@@ -224,8 +224,8 @@ def _notes(*notes: str) -> str:
     return ", ".join(filter(None, notes))
 
 
-def _digest(config: Mapping[str, Any]) -> str:
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -249,9 +249,11 @@ def _default(progress: Progress) -> Checkpoint:
 
 
 def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
-    from oracle.model import gguf_llama
+    from oracle.model import gguf, gguf_llama
 
-    digest = hashes(path, {"": (0, path.stat().st_size)}, progress=progress)[""]
+    sizes = {file: file.stat().st_size for file in gguf.shards(path)}
+    found = [hashes(f, {"": (0, size)}, progress=progress)[""] for f, size in sizes.items()]
+    digest = found[0] if len(found) == 1 else _digest(found)
 
     def make(folder: Path) -> None:
         kind, _ = gguf_llama.convert(path, folder, progress=progress)
@@ -262,7 +264,8 @@ def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
     folder = cache_folder.made_once(f"gguf-1-{digest[:32]}", make)
     note = folder / "note.txt"
     words = note.read_text(encoding="utf-8", errors="replace") if note.exists() else "GGUF"
-    return _converted(folder, source, path.stem, words, progress)
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    return _converted(folder, source, name, words, progress)
 
 
 def _converted(folder: Path, source: str, name: str, note: str, progress: Progress) -> Checkpoint:
