@@ -136,11 +136,12 @@ MUTATIONS = (
     M(
         "a fingerprint leaves out the shapes",
         "oracle/model/fingerprint.py",
-        "list(t.shape), digests",
-        "digests",
+        "list(t.shape), hashes",
+        "hashes",
         "tests/oracle/test_checkpoint.py tests/oracle/test_default_model.py",
         "oracle/safetensors_file.py",
         was_find="list(found[name].shape), digests",
+        was_put="digests",
     ),
     M(
         "a tensor may lie in another shard than the index says",
@@ -153,11 +154,12 @@ MUTATIONS = (
     M(
         "a remembered hash serves a file that was changed since",
         "oracle/model/fingerprint.py",
-        "value == stamp and set(found)",
-        "set(found)",
+        "value == stamp and set(found.hashes)",
+        "set(found.hashes)",
         "tests/oracle/test_checkpoint.py",
         "oracle/safetensors_file.py",
         was_find="value == stamp and set(found)",
+        was_put="set(found)",
     ),
     M(
         "weights of an unknown quantisation are read bare",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ from typing import Any
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress, silent
-from oracle.model import cache_folder, packing, safetensors
-from oracle.model.fingerprint import fingerprint, hashes
+from oracle.model import cache_folder, fingerprint, packing, safetensors
 from oracle.model.packing import Packed
 
 DEFAULT = "default"
@@ -34,7 +34,8 @@ class Checkpoint:
 
     `source` is what the user named, `name` is short and for titles, `note` says how it got here (""
     for a plain folder), `revision` is the Hub's commit, `without` the keys that a person took out
-    of the config, `packed` the weights that are stored quantised, as MLX does it.
+    of the config, `packed` the weights that are stored quantised, as MLX does it. By tensor,
+    `hashes` are the sha256 of the bytes, `largest` the largest magnitudes (0 for what is no float).
     """
 
     folder: Path
@@ -48,6 +49,8 @@ class Checkpoint:
     fingerprint: str
     without: tuple[str, ...] = ()
     packed: dict[str, Packed] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -206,6 +209,13 @@ def _opened(
     config = safetensors.read_object(path)
     tensors = safetensors.tensors(folder)
     packed = packing.read(path, config, tensors)
+    found = fingerprint.contents(tensors, progress=progress)
+    largest = {n: fingerprint.magnitude(tensors[n].dtype, b) for n, b in found.largest.items()}
+    for tensor, most in largest.items():
+        if not most < math.inf:
+            odd = "NaN" if math.isnan(most) else "infinity"
+            what = f"{tensor} holds {odd}, expected finite weights"
+            raise Refusal(what, where=tensors[tensor].file, remedy="download or save it again")
     return Checkpoint(
         folder=folder,
         source=source,
@@ -215,8 +225,10 @@ def _opened(
         config=config,
         config_digest=_digest(config),
         tensors=tensors,
-        fingerprint=fingerprint(tensors, progress=progress),
+        fingerprint=fingerprint.fingerprint(tensors, found.hashes),
         packed=packed,
+        hashes=found.hashes,
+        largest=largest,
     )
 
 
@@ -251,8 +263,8 @@ def _default(progress: Progress) -> Checkpoint:
 def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
     from oracle.model import gguf, gguf_llama
 
-    sizes = {file: file.stat().st_size for file in gguf.shards(path)}
-    found = [hashes(f, {"": (0, size)}, progress=progress)[""] for f, size in sizes.items()]
+    files = {f.name: Tensor(f, "U8", (), 0, f.stat().st_size) for f in gguf.shards(path)}
+    found = list(fingerprint.contents(files, progress=progress).hashes.values())
     digest = found[0] if len(found) == 1 else _digest(found)
 
     def make(folder: Path) -> None:

@@ -286,11 +286,21 @@ def _write_weights(gguf: Gguf, targets: dict[str, _Target], path: Path, progress
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for i, name in enumerate(["", *order]):
-            piece = _split_halves(dequantised(gguf, name), targets[name].heads) if name else first
+            piece = _split_halves(_finite(gguf, name), targets[name].heads) if name else first
             file.write(piece)
             digest.update(piece)
             progress(f"converting {gguf.path.name}", i, len(order))
     return digest.hexdigest()
+
+
+def _finite(gguf: Gguf, name: str) -> Any:
+    import numpy as np
+
+    rows = dequantised(gguf, name)
+    if not np.isfinite(rows).all():
+        what = f"{name} holds NaN or infinity, expected finite weights"
+        raise Refusal(what, where=gguf.path, remedy=_AGAIN)
+    return rows
 
 
 def _split_halves(rows: Any, heads: int) -> bytes:
