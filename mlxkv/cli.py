@@ -19,7 +19,7 @@ import click
 from oracle.formats import exits
 from oracle.formats.disk import read_text
 from oracle.formats.errors import Refusal
-from oracle.formats.options import Listed, Option, option, options
+from oracle.formats.options import Listed, Option, Whole, option, options, whole
 
 if TYPE_CHECKING:
     from mlxkv.commands.compare.ask import Request
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
-ONE_OR_MORE = click.IntRange(1)
+ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
 
@@ -80,19 +80,16 @@ _model = options(
 _run = options(
     option("--prompt", "Text to start from  [default: The capital of France is]"),
     option("--prompt-file", "A UTF-8 text file to start from.", type=FOLDER),
-    option("--tokens", "Token ids to start from.", type=Listed(int)),
+    option("--tokens", "Token ids to start from.", type=Listed(whole)),
     option(
         "--steps", "Greedy tokens to choose; the last is not fed  [default: 20]", type=ONE_OR_MORE
     ),
-    option("--chunks", "Sizes in which the chunked plan sends the prompt.", type=Listed(int)),
+    option("--chunks", "Sizes in which the chunked plan sends the prompt.", type=Listed(whole)),
     _dtype("What both engines compute in  [default: float32]", default=None),
     _device,
     option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
     option(
-        "--engine",
-        "Whose Llama is judged.",
-        metavar="[port|mlx-lm|FILE.py:load]",
-        default="port",
+        "--engine", "Whose Llama is judged.", metavar="[port|mlx-lm|FILE.py:load]", default="port"
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
@@ -142,7 +139,8 @@ def compare(
     from mlxkv.commands.compare import many, run
 
     if prompts is None:
-        return partial(run.report, _request(**options), candidates=candidates)
+        request = _request(has_oracle=True, **options)
+        return partial(run.report, request, candidates=candidates)
     of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
     beside = [name for name, value in of_one.items() if value is not None]
     beside += ["--candidate"] if candidates else []
@@ -187,9 +185,9 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 @_model
 @option("--prompt", "The first prompt  [default: The capital of France is]")
 @option("--other-prompt", "Another that begins alike  [default: The capital of Germany is]")
-@option("--tokens", "The first prompt as token ids.", type=Listed(int))
-@option("--other-tokens", "The other as token ids.", type=Listed(int))
-@option("--steps", "Greedy tokens after each prompt.", type=click.IntRange(3), default=20)
+@option("--tokens", "The first prompt as token ids.", type=Listed(whole))
+@option("--other-tokens", "The other as token ids.", type=Listed(whole))
+@option("--steps", "Greedy tokens after each prompt.", type=Whole(3), default=20)
 @_device
 @_report("the matrix")
 def pitfalls(**options: Any) -> Callable[..., Report]:
@@ -217,7 +215,7 @@ def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report
     """
     from mlxkv.commands.locate.run import report
 
-    return partial(report, _request(**options), candidates=candidates)
+    return partial(report, _request(has_oracle=True, **options), candidates=candidates)
 
 
 @cli.command()
@@ -290,7 +288,7 @@ def reports(
 @_model
 @_dtype("What both compute in.")
 @_device
-@option("--prefill", "Prompt lengths.", type=Listed(int), default="128,1024")
+@option("--prefill", "Prompt lengths.", type=Listed(whole), default="128,1024")
 @option("--decode", "Tokens decoded after each.", type=ONE_OR_MORE, default=32)
 @option("--rounds", "Turns of each engine per length.", type=ONE_OR_MORE, default=3)
 @_json("the figures")
@@ -307,11 +305,12 @@ def bench(as_json: bool, **options: Any) -> None:
 @option("-n", "Tokens to generate.", into="--steps", type=ONE_OR_MORE, default=50)
 @_dtype("What the port computes in.")
 @_device
-def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None:
+def generate(prompt: str, steps: int, dtype: str, device: str, **named: Any) -> None:
     """Stream greedy text from the port."""
     from mlxkv.commands import show
+    from oracle.model.checkpoint import Named
 
-    for piece in show.generate(model, prompt, steps, **options):
+    for piece in show.generate(Named(**named), prompt, steps, dtype=dtype, device=device):
         _print(piece)
     _print("\n")
 
@@ -319,19 +318,21 @@ def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None
 @cli.command()
 @_model
 @_json("the same")
-def inspect(model: str | None, as_json: bool, **source: Any) -> None:
+def inspect(as_json: bool, **named: Any) -> None:
     """Show a checkpoint's config, RoPE, cache layout and bytes, and the ignored config keys."""
     from mlxkv.commands import show
+    from oracle.model.checkpoint import Named
 
-    _print(show.inspect(model, as_json=as_json, **source))
+    _print(show.inspect(Named(**named), as_json=as_json))
 
 
 @cli.command()
-def doctor() -> None:
+@_json("the same")
+def doctor(as_json: bool) -> None:
     """Say what is installed, which device and BLAS MLX would use, and where the caches are."""
     from mlxkv.commands import show
 
-    text, exit_code = show.doctor()
+    text, exit_code = show.doctor(as_json=as_json)
     _print(text)
     sys.exit(exit_code)
 

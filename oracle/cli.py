@@ -20,7 +20,7 @@ import click
 from oracle.formats import exits
 from oracle.formats.disk import read_text
 from oracle.formats.errors import Refusal
-from oracle.formats.options import Listed, option, options
+from oracle.formats.options import Listed, Whole, option, options, whole
 from oracle.formats.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _model = options(
 _key = "A key of config.json to take out, though unknown."
 _computed = options(
     option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
-    option("--threads", "Threads of torch  [default: one per core]", type=click.IntRange(1)),
+    option("--threads", "Threads of torch  [default: one per core]", type=Whole(1)),
     option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
 )
 _json = option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
@@ -64,14 +64,14 @@ def cli() -> None:
 @_model
 @option("--prompt", "Text to start from.")
 @option("--prompt-file", "A UTF-8 text file to start from.", type=_PATH)
-@option("--tokens", "Token ids to start from.", type=Listed(int))
+@option("--tokens", "Token ids to start from.", type=Listed(whole))
 @option(
     "--prompt-tokens",
     "With --steps 0: how many of --tokens are the prompt  [default: all]",
-    type=int,
+    type=Whole(),
 )
-@option("--steps", "Greedy tokens after the prompt.", type=click.IntRange(0), default=20)
-@option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(int))
+@option("--steps", "Greedy tokens after the prompt.", type=Whole(0), default=20)
+@option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(whole))
 @_computed
 @option("--taps", "Places in a layer that the truth records.", type=Listed(str), default="hidden")
 @option("--keep-pool", "Keep the eager runs too.", is_flag=True)

@@ -20,7 +20,7 @@ import numpy as np
 from oracle.formats import plan as plans
 from oracle.formats import trace
 from oracle.formats.disk import own_folder, writing
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.formats.plan import Call, Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
@@ -262,7 +262,7 @@ def require(*packages: str) -> None:
     """Refuses what could not be computed, with the line that installs the package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")
+            raise Refusal(f"{package} is not installed", remedy=install("oracle"))
 
 
 @contextmanager

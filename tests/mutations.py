@@ -530,8 +530,8 @@ MUTATIONS = (
     M(
         "an optional number of RoPE is not read",
         "mlxkv/port/config/rope.py",
-        "return None if self.scaling.get(key) is None else",
-        "return None if self.scaling.get(key) is not None else",
+        "return None if value is None else number(",
+        "return None if value is not None else number(",
         "tests/mlxkv/test_config_rope.py",
         "mlxkv/port/config_rope.py",
         was_find="return None if value is None else self.values.number(",

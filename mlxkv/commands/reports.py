@@ -112,9 +112,8 @@ def write(
             continue
         say(f"reports: {part}")
         made = make(device, third)
-        for name, content in made.files.items():
-            disk.write_text(out / made.folder / name, content)
-            yield out / made.folder / name
+        publish.write(out / made.folder, made.files)
+        yield from (out / made.folder / name for name in made.files)
     disk.write_text(out / "README.md", index(out))
     yield out / "README.md"
 

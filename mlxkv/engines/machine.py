@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 
 # Fastest first: tokens per second of one-row products, which decoding is made of, decide
 # (`mlxkv bench`).
@@ -32,7 +32,6 @@ _BLAS = (
     ("MKL", f"{sys.prefix}/lib/libmkl_rt.so.*"),
 )
 _REFERENCE = "reference (from MLX)"
-_INSTALL = "pip install 'mlxkv[port]'"
 
 MLX_LEAST = (0, 29)
 """As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half
@@ -82,7 +81,7 @@ def require_device(device: str) -> None:
     MLX itself is imported only where a GPU is asked for.
     """
     if not has("mlx"):
-        raise Refusal(f"mlx is not installed: {_INSTALL}")
+        raise Refusal("mlx is not installed", remedy=install("port"))
     _require_recent()
     if device == "gpu":
         _choose(require_mlx(), device)
@@ -97,11 +96,10 @@ def require_mlx() -> Any:
         import mlx.core as mx
     except ImportError as error:
         if "libmlx" in str(error):
-            raise Refusal(
-                f"mlx is installed without its backend ({error}): {_INSTALL}, "
-                "which takes mlx[cpu] on Linux"
-            ) from error
-        raise Refusal(f"mlx is not installed: {_INSTALL}") from error
+            what = f"mlx is installed without its backend ({error})"
+            remedy = f"{install('port')} takes mlx[cpu] on Linux"
+            raise Refusal(what, remedy=remedy) from error
+        raise Refusal("mlx is not installed", remedy=install("port")) from error
     _require_recent()
     return mx
 
@@ -113,8 +111,8 @@ def _require_recent() -> None:
     # A build from source may have no version that says anything.
     if numbers and numbers < MLX_LEAST:
         least = ".".join(map(str, MLX_LEAST))
-        remedy = _INSTALL.replace("install", "install -U")
-        raise Refusal(f"mlx {found} is installed, expected {least} or later: {remedy}")
+        what = f"mlx {found} is installed, expected {least} or later"
+        raise Refusal(what, remedy=install("port"))
 
 
 def _choose(mx: Any, device: str) -> str:

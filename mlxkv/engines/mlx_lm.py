@@ -17,7 +17,7 @@ import numpy as np
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
-from oracle.formats.errors import Inexpressible, Refusal, one_line
+from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
@@ -116,7 +116,7 @@ def load(folder: str, dtype: str) -> Any:
         from mlx_lm.utils import load_model
     except ImportError as error:
         raise Refusal(
-            f"mlx-lm cannot be imported ({one_line(error)}): pip install 'mlxkv[port]'"
+            f"mlx-lm cannot be imported ({one_line(error)})", remedy=install("port")
         ) from error
     try:
         model, _ = load_model(Path(folder))

@@ -85,16 +85,16 @@ def algebra_gates(
     Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
     decide.
     """
-    gates: list[Gate] = []
-    reasons: list[str] = []
+    case, gates, reasons = yardstick.case, list[Gate](), list[str]()
     for plan, trace in traces.items():
-        why = _unproved(trace)
-        if not yardstick.case.has_truth:
-            why = "not run: no truth for this architecture"
+        untrue = None if case.has_truth else "not run: no truth for this architecture"
+        why = untrue or _unproved(trace)
         if why is not None:
             gates.append(_not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
             continue
-        gates.append(_algebra_gate(yardstick, plan, trace))
+        at, errors = measure.largest_error(trace, case.truth)
+        ratios = errors / yardstick.truth.largest.max()
+        gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
         if plan == "step" and layers(trace) > 0:
             gate, odd = _algebra_cache_gate(yardstick, trace)
             gates.append(gate)
@@ -185,12 +185,6 @@ def _unproved(trace: Trace) -> str | None:
 def within(value: object, limit: float) -> bool:
     """For values that a file brings: what is no number is not within its limit."""
     return isinstance(value, int | float) and value <= limit
-
-
-def _algebra_gate(yardstick: Yardstick, plan: str, trace: Trace) -> Gate:
-    at, errors = measure.largest_error(trace, yardstick.case.truth)
-    ratios = errors / yardstick.truth.largest.max()
-    return _by_position(yardstick.case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA)
 
 
 def _algebra_cache_gate(yardstick: Yardstick, trace: Trace) -> tuple[Gate, list[str]]:

@@ -75,7 +75,10 @@ def judge(
         ),
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
-        curves=tuple(Curve.of(plan, run) for plan, run in measures.items()),
+        curves=tuple(
+            Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
+            for plan, run in measures.items()
+        ),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
@@ -90,10 +93,8 @@ def _yardstick(case: Case) -> tuple[Yardstick | None, list[str]]:
     finite = np.isfinite(largest).all() and (cache is None or np.isfinite(cache).all())
     if finite and largest.max() > 0:
         return yardstick, []
-    return None, [
-        f"{case.truth.label}: holds numbers that are not finite, or only zeros; "
-        "make the folder again"
-    ]
+    what = "holds numbers that are not finite, or only zeros; make the folder again"
+    return None, [f"{case.truth.label}: {what}"]
 
 
 def _gates(

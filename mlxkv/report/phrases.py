@@ -109,11 +109,6 @@ def pair_cells(pair: Pair) -> list[str]:
     return [*map(number, deltas), f"{pair.top1_equal}/{pair.rows}"]
 
 
-def model(manifest: Manifest) -> str:
-    """The model's name, and what is to be said of it."""
-    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name
-
-
 def prompt(manifest: Manifest) -> str:
     """The prompt as text, or how many ids it has."""
     if manifest.prompt is not None:

@@ -17,16 +17,12 @@ import numpy as np
 
 from mlxkv.judge.result import Curve, Strip
 from mlxkv.report.text import power, quoted
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dash tell the lines
 # apart without any colour.
-_LOOKS = (
-    ("#0072B2", "o", "-"),
-    ("#D55E00", "s", "--"),
-    ("#009E73", "^", "-."),
-    ("#CC79A7", "D", ":"),
-)
+_COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+_LOOKS = tuple(zip(_COLOURS, "os^D", ("-", "--", "-.", ":"), strict=True))
 _SETTINGS = {
     "svg.hashsalt": "mlxkv",
     "svg.fonttype": "none",
@@ -45,9 +41,8 @@ def load() -> Any:
         import matplotlib.backends.backend_svg
         import matplotlib.figure
     except ImportError as error:
-        raise Refusal(
-            "plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'"
-        ) from error
+        what = "matplotlib is not installed, expected it for the SVG"
+        raise Refusal(what, where="plot", remedy=install("port")) from error
     return matplotlib
 
 

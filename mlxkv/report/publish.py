@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,17 +41,10 @@ def publish(out: Path, make: Callable[[], Report]) -> Report:
 
 def claim(folder: Path) -> None:
     """Proves that the output folder can be made and written; leaves nothing behind."""
-    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    try:
+    with _left_as_it_was(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise disk.unwritable(folder, error) from error
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # on a full disk an empty file can still be made
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
@@ -58,13 +52,40 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
     They are renamed in the order given, so a file that links to others should come after them.
     """
+    paths = [folder / name for name in files]
     with ExitStack() as stack:
-        parts = [(stack.enter_context(disk.part(folder / name)), folder / name) for name in files]
+        for place in (folder, *(path.parent for path in paths)):
+            stack.enter_context(_left_as_it_was(place))
+        parts = [stack.enter_context(disk.part(path)) for path in paths]
+        for part, text in zip(parts, files.values(), strict=True):
+            # A path may hold bytes that are no text.
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        for path in paths:
+            if path.is_dir():
+                raise disk.unwritable(path, IsADirectoryError(errno.EISDIR, "is a folder"))
+        _rename(parts, paths)
+
+
+def _rename(parts: Sequence[Path], paths: Sequence[Path]) -> None:
+    """All of them or, where one cannot be renamed, none."""
+    for i, (part, path) in enumerate(zip(parts, paths, strict=True)):
         try:
-            for (part, _), text in zip(parts, files.values(), strict=True):
-                # A path may hold bytes that are no text.
-                part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise disk.unwritable(folder, error) from error
-        for part, path in parts:
             part.replace(path)
+        except OSError:
+            for renamed in paths[:i]:
+                renamed.unlink()
+            raise
+
+
+@contextmanager
+def _left_as_it_was(folder: Path) -> Iterator[None]:
+    """Turns an OSError into a Refusal, and removes folders that the block made and left empty."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        yield
+    except OSError as error:
+        raise disk.unwritable(folder, error) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()

@@ -24,7 +24,7 @@ def console(
     prompt = clip(phrases.prompt(manifest), _MOST_PROMPT)
     proofs = ": ".join(phrases.proofs(manifest))
     lines = [
-        f"{phrases.model(manifest)}  {manifest.dtype}  {engines}",
+        f"{manifest.title}  {manifest.dtype}  {engines}",
         f"{len(manifest.tokens)} tokens: {prompt} + {decoded}        {proofs}",
         "",
         *_tables(verdict),

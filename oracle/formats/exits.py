@@ -64,6 +64,13 @@ def invoke(command: click.Command, arguments: Sequence[str] | None = None) -> in
             command.main(args=None if arguments is None else list(arguments), standalone_mode=False)
         except click.exceptions.Abort:
             raise KeyboardInterrupt from None
+        except click.UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError" and error.ctx:
+                # Nothing was asked, so that nothing could be told; but the help is no error.
+                click.echo(error.ctx.get_help())
+                sys.exit(2)
+            remedy = f"see {error.ctx.command_path} --help" if error.ctx else "see --help"
+            raise Refusal(error.format_message().rstrip("."), remedy=remedy) from error
         except click.ClickException as error:
             raise Refusal(error.format_message()) from error
 

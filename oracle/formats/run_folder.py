@@ -78,6 +78,11 @@ class Manifest:
         return TRUTH if self.has_truth else MEAN
 
     @property
+    def title(self) -> str:
+        """The model's name, and what is to be said of it."""
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+    @property
     def surroundings(self) -> dict[str, Any]:
         """What a report's table of environments shows: the environment and the pool."""
         names = ("pool", "pool_distinct", "left_out", "ignored_keys", "packed")

@@ -188,6 +188,21 @@ def require_llama(checkpoint: Checkpoint) -> None:
         raise Refusal(what, where=checkpoint.where, remedy=remedy)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A Llama as a person names it: MODEL (None is the default one), --revision, --ignore-key."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+
+    def checkpoint(self) -> Checkpoint:
+        """What is named; a Refusal where it is no Llama."""
+        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        require_llama(found)
+        return found
+
+
 def _opened(
     folder: Path,
     source: str,

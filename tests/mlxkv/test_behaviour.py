@@ -158,7 +158,7 @@ def test_what_is_not_as_documented_is_said_first() -> None:
         environments={"T": {"os": "Linux"}},
         branches=BRANCHES,
         comparable=False,
-        text=lambda ids: "|".join(map(str, ids)),
+        text=lambda before, ids: "|".join(map(str, [len(before), *ids])),
     )
     text = pages.console(matrix, report="x/pitfalls.md")
     assert (
@@ -170,6 +170,8 @@ def test_what_is_not_as_documented_is_said_first() -> None:
         "# Pitfalls: tiny\n\n**1 of 6 did not behave as documented**\n\n- greedy on transformers"
     )
     assert "**silently wrong** (documented: right)" in page
+    for talk in TALKS.values():  # a continuation's text is that after its prompt
+        assert f'"{len(talk.prompt)}\\|{talk.tokens[0]}' in page
     assert all(
         line.count("|") - line.count("\\|") == 7
         for line in page.splitlines()

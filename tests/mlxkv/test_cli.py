@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,9 @@ import candle
 import models
 import numpy as np
 import pytest
-from command import mlxkv, refused, torch_python
+from command import Done, mlxkv, oracle, refused, torch_python
 
+from mlxkv.engines import machine
 from oracle.formats import disk, trace
 from oracle.formats.plan import Call
 from oracle.model.checkpoint import resolve
@@ -428,6 +430,54 @@ def test_a_comparison_with_a_given_folder_needs_no_torch(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("command", "offered"),
+    [
+        (["compare", *TOKENS], True),
+        (["locate", *TOKENS], True),
+        (["compare", "--prompts", "{ids}"], False),
+        (["pitfalls", "--tokens", "3,7,11,2", "--other-tokens", "3,7,5,9"], False),
+        (["selftest", "--no-tiny"], False),
+        (["calibrate", "--no-tiny"], False),
+    ],
+)
+def test_an_oracle_folder_is_offered_where_one_can_be_given(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    command: list[str],
+    offered: bool,
+) -> None:
+    has = machine.has
+    monkeypatch.setattr(machine, "has", lambda name: name != package and has(name))
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [3, 7]}')
+    name, *options = (word.replace("{ids}", str(ids)) for word in command)
+    done = mlxkv(name, tiny, *options, "--out", tmp_path / "out")
+    install = "pip install -c constraints.txt '.[oracle]' in a clone of the repository"
+    refused(done, f"{package} is not installed; {install}")
+    assert ("--oracle DIR" in done.stderr) == offered
+
+
+def test_ids_are_asked_for_as_the_command_takes_them(tiny: Path, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("one\ntwo\n")
+    refused(mlxkv("compare", tiny, "--out", out), "no tokenizer.json", "give the ids with --tokens")
+    done = mlxkv("compare", tiny, "--prompts", texts, "--out", out)
+    refused(done, "prompt line-1: ", "no tokenizer.json", '{"tokens": [1, 2]}')
+    assert "--tokens" not in done.stderr
+
+
+def test_nothing_is_to_be_installed_by_a_name_that_no_index_has() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("mlxkv/**/*.py"), *root.glob("oracle/**/*.py"), root / "README.md"]
+    assert len(sources) > 100
+    named = re.compile(r"pip3? install [^`\n&]*mlxkv")
+    assert [path for path in sources if named.search(path.read_text(encoding="utf-8"))] == []
+
+
 def without(package: str, room: Path) -> Path:
     """A folder whose sitecustomize hides a package from this process and those it starts."""
     folder = room / "hide"
@@ -498,7 +548,7 @@ def test_output_that_cannot_be_written_and_a_fault_of_ours_never_look_like_a_ver
         "import sys; sys.argv = ['mlxkv', 'doctor']\n"
         "from mlxkv import cli\n"
         "from mlxkv.commands import show\n"
-        "show.doctor = lambda: 1 / 0\n"
+        "show.doctor = lambda **_: 1 / 0\n"
         "cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -552,6 +602,39 @@ def test_help_names_every_command_and_exit_code() -> None:
         assert word in done.stdout
 
 
+@pytest.mark.parametrize("run", [mlxkv, oracle])
+def test_a_bare_command_prints_its_help_as_it_is(run: Callable[..., Done]) -> None:
+    bare, helped = run(), run("--help")
+    # Not 0, which would be a verdict where a script's arguments got lost.
+    assert (bare.returncode, bare.stdout, bare.stderr) == (2, helped.stdout, "")
+    assert len(helped.stdout.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["comapre"], ["No such command 'comapre'", "--help"]),
+        (["compare", "--nosuch"], ["No such option '--nosuch'", "see", "compare --help"]),
+        (["compare", "--steps"], ["'--steps' requires an argument", "--help"]),
+        (["compare", "--dtype", "int8"], ["'int8' is not one of", "compare --help"]),
+        (["judge", "here"], ["Missing argument 'TRACE...'", "judge --help"]),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_that_names_the_help(
+    arguments: list[str], words: list[str]
+) -> None:
+    refused(mlxkv(*arguments), *words)
+
+
+@pytest.mark.parametrize("number", ["1_0", "+1", " 1", "1 ", "01", "\uff11", "1.0", "1e1", "", "x"])
+def test_numbers_are_read_strictly(number: str) -> None:
+    for name in ("--tokens", "--chunks"):
+        words = [f"{name}: {number!r} at place 1, expected whole numbers", "write them as 1,2,3"]
+        refused(mlxkv("compare", name, f"3,{number}"), *words)
+    for name in ("--steps", "--threads"):
+        refused(mlxkv("compare", name, number), f"'{name}': {number!r} is not a whole number")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['mlxkv', '--help']\n"
@@ -574,8 +657,11 @@ def test_generate_streams_the_golden_text(default_checkpoint: object) -> None:
 def test_inspect_says_what_the_cache_takes(tiny: Path) -> None:
     done = mlxkv("inspect", tiny, "--json")
     facts = json.loads(done.stdout)
-    assert facts["cache per layer"] == "keys and values, each (1, 2, length, 8)"
-    assert facts["cache per token"] == "384 bytes in float32, 192 in half precision"
+    assert (facts["num_key_value_heads"], facts["head_dim"]) == (2, 8)
+    assert facts["cache_bytes_per_token"] == {"float32": 384, "float16": 192, "bfloat16": 192}
+    lines = mlxkv("inspect", tiny).stdout.splitlines()
+    assert "cache per layer  keys and values, each (1, 2, length, 8)" in lines
+    assert "cache per token  384 bytes in float32, 192 in half precision" in lines
 
 
 def test_inspect_says_what_was_filled_in_and_every_parameter_of_rope(tmp_path: Path) -> None:

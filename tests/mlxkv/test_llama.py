@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 import mlxkv
 from mlxkv import Cache, CacheError
+from mlxkv.engines import recorder
 from mlxkv.port import llama, ops
 from mlxkv.port.llama import Llama, fitting, parameters
 from mlxkv.port.weights import load
+from oracle.formats.plan import judged_plans
+from oracle.formats.trace import TAPS, Meta
 
 ModelOf = Callable[..., Llama]
 FolderOf = Callable[[str], Path]
@@ -414,3 +417,74 @@ def test_queries_in_blocks_give_what_all_at_once_give(
     whole = logits()
     monkeypatch.setattr(llama, "QUERIES", queries)
     np.testing.assert_allclose(logits(), whole, rtol=0, atol=1e-12 * np.abs(whole).max())
+
+
+# What a tap is shown.
+
+ROWS = ("input_norm", "attention", "o_proj", "post_norm", "down", "hidden")
+LAYER: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(ROWS, (2, 3, 32)),
+    **dict.fromkeys(("gate", "up", "activation"), (2, 3, 48)),
+    **dict.fromkeys(("q", "q_rope"), (2, 4, 3, 8)),
+    **dict.fromkeys(("k", "k_rope", "v"), (2, 2, 3, 8)),
+    "scores": (2, 2, 2, 3, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_tap_is_shown_every_place_of_every_layer_and_changes_no_bit(
+    dtype: str, model_of: ModelOf
+) -> None:
+    model, tokens = model_of("gqa", dtype), [models.ids(3, seed=1), models.ids(3, seed=2)]
+    seen: dict[int, dict[str, tuple[int, ...]]] = {}
+
+    def tap(layer: int, name: str, array: mx.array) -> mx.array:
+        assert name not in seen.setdefault(layer, {})
+        seen[layer][name] = array.shape
+        return array
+
+    found = model(tokens, cache=fresh(model), all_positions=True, tap=tap)
+
+    exact = dtype == "float64"
+    layer = LAYER if exact else {name: LAYER[name] for name in LAYER if name != "scores"}
+    assert set(LAYER) == set(TAPS)
+    assert seen == {0: {"embedding": (2, 3, 32)} | layer, 1: layer, 2: layer}
+    plain = model(tokens, cache=fresh(model), all_positions=True)
+    assert np.array_equal(np.array(found), np.array(plain))
+
+
+def test_what_a_tap_returns_for_hidden_goes_on_in_its_place(model_of: ModelOf) -> None:
+    model = model_of("gqa", "float64")
+    given: dict[int, mx.array] = {}
+
+    def tap(layer: int, name: str, array: mx.array) -> mx.array:
+        given[layer] = array if name == "input_norm" else given.get(layer, array)
+        return mx.zeros_like(array) + 1 if name == "hidden" else array
+
+    logits = model([[3, 1, 4]], cache=fresh(model), tap=tap)
+
+    ones = mx.ones((1, 3, 32), mx.float64)
+    with ops.stream(mx.float64):
+        norm = np.array(model.layers[1].input_layernorm(ones))
+        head = np.array(model.lm_head(model.norm(ones)))[:, -1]
+    assert np.array_equal(np.array(given[1]), norm)
+    assert np.array_equal(np.array(logits), head)
+
+
+def test_a_port_that_turns_queries_and_keys_apart_is_recorded_all_the_same(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, real = model_of("gqa", "float64"), llama.rotate
+    plan = judged_plans(models.ids(7), prompt=5)["chunked"]
+    meta = Meta(plan, "mlxkv", "0", "float64")
+    expected, _ = recorder.run(model, plan, meta)
+
+    def apart(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+        return mx.concatenate([real(x[:, :4], cos, sin), real(x[:, 4:], cos, sin)], axis=1)
+
+    monkeypatch.setattr(llama, "rotate", apart)
+    found, _ = recorder.run(model, plan, meta)
+
+    assert sorted(found.arrays) == sorted(expected.arrays)
+    for name, array in expected.arrays.items():
+        assert np.array_equal(found.arrays[name], array), name

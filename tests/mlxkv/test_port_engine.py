@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -304,6 +305,31 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     )
 
     assert read_job(job.save()) == job
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": 8}, "dtype is 8, expected str"),
+        ({"threads": "two"}, "threads is 'two', expected int | null"),
+        ({"plans": [{"name": "p", "steps": [{"do": "jump"}]}]}, "is 'jump', expected one of"),
+        ({"speed": 1}, "unknown key 'speed'"),
+    ],
+)
+def test_a_job_of_another_kind_is_refused_by_name(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    job = Job(
+        "somewhere", (judged_plans(TOKENS, prompt=5)["full"],), tmp_path, "float32", "float32"
+    )
+    path = job.save()
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    with pytest.raises(Refusal) as caught:
+        read_job(path)
+
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
 
 
 def test_a_process_that_the_system_ends_is_a_refusal_and_no_result() -> None:

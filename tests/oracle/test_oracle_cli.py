@@ -114,7 +114,7 @@ def test_follow_writes_a_trace_of_each_plan_right_or_not(model, tmp_path):
         (["run", "{tmp}", "--out", "{tmp}/x", "--tokens", "1"], "no config.json"),
         (
             ["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,b"],
-            "--tokens: '1,b', expected whole numbers separated by commas",
+            "--tokens: 'b' at place 1, expected whole numbers separated by commas",
         ),
         (["run", "{model}", "--out", "{tmp}/x", "--tokens", "1,61"], "id 61 at place 1"),
         (
@@ -162,7 +162,8 @@ def test_a_missing_package_is_named_with_what_installs_it(model, tmp_path, monke
     code, _, stderr = oracle("run", model, "--tokens", "1,2", "--out", tmp_path / "x")
     assert (code, stderr) == (
         2,
-        f"error: {package} is not installed: pip install 'mlxkv[oracle]'\n",
+        f"error: {package} is not installed; pip install -c constraints.txt '.[oracle]' "
+        "in a clone of the repository\n",
     )
 
 

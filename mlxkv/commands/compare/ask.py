@@ -28,7 +28,8 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others.
+    `name` tells one of several requests from the others. `has_oracle` says that the command has
+    the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -46,6 +47,7 @@ class Request:
     engine: str = "port"
     prompt_tokens: int | None = None
     name: str | None = None
+    has_oracle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
     first = requests[0]
     if first.oracle is not None:
         return [_given(first, first.oracle)]
+    elsewhere = ", or give --oracle DIR with a folder made elsewhere"
+    oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=first.ignore_keys)
     beyond = ""
     if first.engine == "port" or not is_neighbour(checkpoint):
@@ -78,9 +82,7 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         # What the port refuses must not cost a run of the oracle first.
         beyond = LlamaConfig.of(checkpoint).rope.beyond
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    return [
-        _asked(request, question) for request, question in zip(requests, questions, strict=True)
-    ]
+    return [_asked(one, question) for one, question in zip(requests, questions, strict=True)]
 
 
 def _asked(request: Request, question: oracle.Question) -> Answer:
@@ -116,6 +118,7 @@ def _given(request: Request, folder: Path) -> Answer:
 
 def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) -> None:
     prompt_ids = manifest.tokens[: manifest.prompt_tokens]
+    remedy = "leave the option out or make another folder"
     for name, wanted, found in (
         ("prompt", request.prompt, manifest.prompt),
         ("tokens", None if request.tokens is None else list(request.tokens), prompt_ids),
@@ -123,11 +126,9 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
     ):
         if wanted is not None and wanted != found:
             what = f"{name} is {found!r}, expected {wanted!r} as asked for"
-            remedy = f"leave --{name} out or make another folder"
             raise Refusal(what, where=where, remedy=remedy)
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
-            remedy = "leave the option out or make another folder"
             raise Refusal(f"{where} has its own plans", where=f"--{name}", remedy=remedy)
 
 
@@ -166,7 +167,10 @@ def _sequence(request: Request, checkpoint: Checkpoint) -> tuple[str | None, lis
         return None, list(request.tokens)
     tokenizer = tokenizers.load(checkpoint.folder)
     if tokenizer is None:
-        what, remedy = "no tokenizer.json, expected one for --prompt", "give the ids with --tokens"
+        remedy = "give the ids with --tokens"
+        if request.name is not None:
+            remedy = 'give --prompts a FILE with ids, in lines such as {"tokens": [1, 2]}'
+        what = "no tokenizer.json, expected one for a prompt of text"
         raise Refusal(what, where=checkpoint.folder, remedy=remedy)
     if tokenizer.warning is not None:
         print(f"warning: {tokenizer.warning}", file=sys.stderr)

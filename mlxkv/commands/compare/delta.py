@@ -9,7 +9,6 @@ from pathlib import Path
 from mlxkv.judge import alignment
 from mlxkv.judge.alignment import Aligned
 from mlxkv.judge.delta import Run
-from mlxkv.judge.result import plain
 from mlxkv.report.phrases import figure_cells, pair_cells
 from mlxkv.report.text import columns, pretty
 from oracle.formats import trace
@@ -31,7 +30,7 @@ def delta(paths: Sequence[Path], *, as_json: bool) -> str:
     pairs = [
         {"a": one.a, "b": one.b, "positions": one.positions} | _numbers(one) for one in aligned
     ]
-    return pretty(plain({"format": FORMAT, "traces": files, "pairs": pairs}))
+    return pretty({"format": FORMAT, "traces": files, "pairs": pairs})
 
 
 def _numbers(one: Aligned) -> dict[str, object]:

@@ -15,7 +15,7 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished
 from mlxkv.judge.case import Case
 from oracle.formats import trace
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
@@ -49,6 +49,11 @@ class Runs:
     took: dict[str, Finished | None]
 
     @property
+    def environments(self) -> dict[str, dict[str, Any]]:
+        """What the engine and the oracle ran on, and with."""
+        return {self.engine: self.environment, "oracle": self.case.manifest.surroundings}
+
+    @property
     def environment(self) -> dict[str, Any]:
         """What the engine ran on, and with."""
         return self.arithmetic[0].meta.environment
@@ -63,7 +68,7 @@ def find(request: Request) -> Engine:
         source = own.find(request.engine)
         return Engine(source.name, process.OWN, f"{source.file}:{source.function}")
     if not machine.has("mlx_lm"):
-        raise Refusal("mlx-lm is not installed: pip install 'mlxkv[port]'")
+        raise Refusal("mlx-lm is not installed", remedy=install("port"))
     return Engine("mlx-lm", process.MLX_LM)
 
 
@@ -105,16 +110,9 @@ def _jobs(engine: Engine, answers: Sequence[Answer], out: Path, device: str) -> 
     memory is the limit, and a GPU is not in the CPU's way.
     """
     checkpoint, dtype = answers[0].checkpoint, answers[0].case.manifest.dtype
-    one = Job(
-        str(checkpoint.folder),
-        _apart([answer.plans for answer in answers]),
-        out,
-        dtype,
-        dtype,
-        device,
-        ignore_keys=checkpoint.without,
-        custom=engine.source,
-    )
+    folder, plans = str(checkpoint.folder), _apart([answer.plans for answer in answers])
+    without, custom = checkpoint.without, engine.source
+    one = Job(folder, plans, out, dtype, dtype, device, ignore_keys=without, custom=custom)
     if engine.name != "port":
         return {engine.name: one}
     one = replace(one, threads=max(1, (os.cpu_count() or 1) // 2))

@@ -73,7 +73,9 @@ def read(path: Path) -> tuple[Prompt, ...]:
 
 
 def _prompt(line: str, number: int, where: str) -> Prompt:
-    remedy = "write an object with prompt or tokens, and if you like name (of a folder), steps"
+    remedy = (
+        "write an object with prompt or tokens, and if you like name (it names a folder), steps"
+    )
     try:
         value = strict_json.decode(line)
     except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxkv.commands.locate.place import TAP, Located, TapRow
-from mlxkv.report.phrases import model
 from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
 from oracle.formats.run_folder import Manifest
 
@@ -68,7 +67,7 @@ def console(
     found: Located, manifest: Manifest, *, engine: str, layers: int, report: str | None = None
 ) -> str:
     """What `locate` prints."""
-    lines = [f"{model(manifest)}  {manifest.dtype}  {engine}", ""]
+    lines = [f"{manifest.title}  {manifest.dtype}  {engine}", ""]
     place = facts(found, manifest, layers=layers)
     lines += [*(f"{name:10}{text}" for name, text in place), ""] if place else []
     lines += [*columns(HEAD, _cells(found.rows), left={1, 5}), ""] if found.rows else []
@@ -88,7 +87,7 @@ def markdown(
     svg: str | None = None,
 ) -> str:
     """The report."""
-    title = f"# Where {engine} goes wrong: {model(manifest)}, {manifest.dtype}"
+    title = f"# Where {engine} goes wrong: {manifest.title}, {manifest.dtype}"
     place = [
         (name, code(text) if text != "-" else text)
         for name, text in facts(found, manifest, layers=layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from mlxkv.engines import job, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.admission import by_plan, case_reasons
 from mlxkv.judge.case import Case
+from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
 from mlxkv.report.phrases import cause
@@ -61,9 +62,8 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
         return None, case
     verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
     plan = place.failing_plan(verdict)
-    explained = suspects.explain(verdict, arithmetic)
-    notes = explained.notes[len(verdict.notes) :]
-    look = partial(place.locate, arithmetic=arithmetic, cause=cause(explained))
+    why, notes = _explained(suspects, verdict, arithmetic)
+    look = partial(place.locate, arithmetic=arithmetic, cause=why)
     if verdict.outcome == "cannot tell" or (verdict.outcome == "differ" and plan is None):
         return look(case, verdict, notes=notes), case
     if plan is not None:
@@ -79,9 +79,16 @@ def _from_outside(case: Case, traces: Sequence[Trace], suspects: Suspects) -> Lo
     """What the logits and the cache show of an engine that nobody can look into."""
     named = by_plan(case.manifest, traces)
     verdict = judge(case, named)
-    explained = suspects.explain(verdict, named)
-    notes = explained.notes[len(verdict.notes) :]
-    return place.locate(case, verdict, arithmetic=named, cause=cause(explained), notes=notes)
+    why, notes = _explained(suspects, verdict, named)
+    return place.locate(case, verdict, arithmetic=named, cause=why, notes=notes)
+
+
+def _explained(
+    suspects: Suspects, verdict: Verdict, runs: Mapping[str, Trace]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The usual mistake that explains a verdict, in words; and the notes on looking for it."""
+    explained = suspects.explain(verdict, runs)
+    return cause(explained), explained.notes[len(verdict.notes) :]
 
 
 def with_taps(case: Case) -> tuple[Case, tuple[str, ...]]:

@@ -97,7 +97,7 @@ class Matrix:
     """What came of every scenario on every system; `comparable` with the page's values or not.
 
     `seen` is by scenario and system, `rights` by talk, `environments` by system. `branches` are
-    what memory.py measured. `text` turns ids into text.
+    what memory.py measured. `text(before, ids)` is the text of ids that follow others.
     """
 
     model: str
@@ -109,7 +109,7 @@ class Matrix:
     environments: Mapping[str, Mapping[str, Any]]
     branches: Mapping[str, Any]
     comparable: bool
-    text: Callable[[Sequence[int]], str]
+    text: Callable[[Sequence[int], Sequence[int]], str]
 
     @property
     def surprises(self) -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ def _others(matrix: Matrix) -> list[tuple[str, str, Seen]]:
 
 def _talks(matrix: Matrix) -> list[str]:
     rows = [
-        (name, *_tokens(right.prompt, matrix), *_tokens(right.tokens, matrix))
+        (name, *_tokens((), right.prompt, matrix), *_tokens(right.prompt, right.tokens, matrix))
         for name, right in matrix.rights.items()
     ]
     head = ("talk", "prompt", "as text", "what follows on a fresh cache", "as text")
@@ -88,9 +88,9 @@ def _talks(matrix: Matrix) -> list[str]:
     return ["## Talks", "", "What the oracle says of each prompt.", "", *table]
 
 
-def _tokens(ids: Sequence[int], matrix: Matrix) -> tuple[str, str]:
-    """The ids, and the same as text."""
-    return code(" ".join(map(str, ids))), code(quoted(matrix.text(ids)))
+def _tokens(before: Sequence[int], ids: Sequence[int], matrix: Matrix) -> tuple[str, str]:
+    """The ids that follow those `before`, and the same as text."""
+    return code(" ".join(map(str, ids))), code(quoted(matrix.text(before, ids)))
 
 
 def _section(scenario: Scenario, matrix: Matrix) -> list[str]:
@@ -151,7 +151,8 @@ def _continued(part: Part, matrix: Matrix) -> str:
     if part.parted is not None:
         parted = f"token {part.parted + 1} of {n} is the first to differ"
     sigma = f", sigma {part.sigma:.3g} over {part.rows} rows" if part.sigma is not None else ""
-    return f"{part.talk}: {' '.join(_tokens(part.tokens, matrix))}: {parted}{sigma}"
+    chosen = _tokens(matrix.rights[part.talk].prompt, part.tokens, matrix)
+    return f"{part.talk}: {' '.join(chosen)}: {parted}{sigma}"
 
 
 def _together(calls: Sequence[Part]) -> str:

@@ -49,11 +49,6 @@ class Place:
         return self.layers // 2
 
     @property
-    def last(self) -> int:
-        """The last layer."""
-        return self.layers - 1
-
-    @property
     def row(self) -> int:
         """A row that decoding writes, with tokens before and after it."""
         return self.prompt + 4
@@ -384,7 +379,7 @@ def _dropped_residual(model: Llama, place: Place) -> Iterator[None]:
 
 START, SECOND, SIXTH = (lambda _: 0), (lambda _: 1), (lambda _: 5)
 CUT, DECODE, ROW = attrgetter("cut"), attrgetter("prompt"), attrgetter("row")
-FIRST, MIDDLE, LAST = (lambda _: 0), attrgetter("middle"), attrgetter("last")
+FIRST, MIDDLE, LAST = (lambda _: 0), attrgetter("middle"), (lambda place: place.layers - 1)
 
 LOGITS = Where(START, lambda _: None, ("logits",))
 WEIGHTS = Where(START, FIRST, ("embedding",))

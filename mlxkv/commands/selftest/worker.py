@@ -28,7 +28,6 @@ from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.disk import write_text
-from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, New, Plan, Step
 from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import Meta, Trace
@@ -78,11 +77,6 @@ class Ports:
     meta: Meta
     probes: Mapping[str, float]
 
-    @property
-    def lanes(self) -> tuple[str, str]:
-        """The dtypes of lane B and lane A."""
-        return self.meta.dtype, "float64"
-
     def of(self, dtype: str) -> Meta:
         """What the traces of a lane say."""
         probes = dict(self.probes) if dtype == "float64" else {}
@@ -107,7 +101,8 @@ class Experiment:
 
     def _judged(self, runs: Mapping[str, Any]) -> tuple[Verdict, Mapping[str, Trace]]:
         arithmetic, algebra = (
-            {plan: run(dtype) for plan, run in runs.items()} for dtype in self.ports.lanes
+            {plan: run(dtype) for plan, run in runs.items()}
+            for dtype in (self.ports.meta.dtype, "float64")
         )
         return judge(self.case, arithmetic, algebra=algebra), arithmetic
 
@@ -143,10 +138,7 @@ class Experiment:
             isolated=isolated,
             arithmetic=arithmetic,
         )
-        first, layer = fault.where.first(place), fault.where.layer(place)
-        positions = (first, first + 1) if fault.sink else (first,)
-        expected = trial.Expected(positions, layer, fault.where.taps)
-        return trial.faulty_run(fault.name, verdict, found, expected)
+        return trial.faulty_run(fault, place, verdict, found)
 
     def _run(self, plan: str, dtype: str) -> Trace:
         return self.ports.run(self.plans[plan], dtype)
@@ -210,15 +202,8 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
     config, plans = ports.models[dtype].config, read_plans(folder, case.manifest)
     cut = next(plans[TAPPED].calls()).fed
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
-    names = [fault.name for fault in FAULTS]
-    unknown = sorted({*chosen} - {*names, *RIGHTS})
-    if unknown:
-        raise Refusal(f"--fault {unknown[0]!r}: expected one of {', '.join(names)}")
-    faults = [
-        fault
-        for fault in FAULTS
-        if applies(fault, config, dtype) and (not chosen or fault.name in chosen)
-    ]
+    asked = [fault for fault in FAULTS if not chosen or fault.name in chosen]
+    faults = [fault for fault in asked if applies(fault, config, dtype)]
     rights = [name for name in RIGHTS if name in chosen] or [RIGHT, BRANCH]
     experiment = Experiment(case, plans, ports)
     runs = [partial(experiment.correct, name) for name in rights]
