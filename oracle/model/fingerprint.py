@@ -128,7 +128,7 @@ def _hashed(path: Path, tensors: Mapping[str, Tensor], progress: Progress) -> Co
 
 
 def _largest(piece: memoryview, dtype: str) -> int:
-    """The bits of the largest magnitude; two passes cost a thirtieth of the hash."""
+    """The bits of the largest magnitude; two passes cost a fifteenth of the hash."""
     if dtype not in _FLOATS:
         return 0
     import numpy as np

@@ -274,7 +274,7 @@ def check_weights(config: Config, checkpoint: Checkpoint) -> None:
             has = f"{name} has shape {found}{' unpacked' if packed else ''}"
             raise Refusal(f"{where}: {has}, expected {list(shape)} as config.json says")
         if not packed:
-            require_plain(name, checkpoint.tensors[name].dtype, where)
+            require_plain(name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].file)
     if config.tied:
         _check_tied(checkpoint)
 
