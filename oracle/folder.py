@@ -35,7 +35,7 @@ from oracle.formats.run_folder import (
 )
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
-from oracle.question import Asked, ask, check_run
+from oracle.question import Asked, ask, check_range, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
 _OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
@@ -105,6 +105,7 @@ def follow(
             raise Refusal(what, where="plans", remedy="rename one")
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     require_llama(checkpoint)
+    check_range(checkpoint, dtype)
     progress("loading torch and transformers", 0, 1)
     from oracle.pool import reference
 

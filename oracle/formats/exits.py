@@ -7,6 +7,7 @@ and is 2 too: 1 means that the engines differ.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -90,6 +91,12 @@ def console(command: click.Command) -> None:
     finally:
         # Python answers an interrupt on its way out with a traceback too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code > 128:
+        # A signal. What was half written is removed by now; Python would go on to wait for threads
+        # of others, such as those of a download that stalls.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
