@@ -296,8 +296,8 @@ def test_the_exit_code_is_the_candidates(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "Missing argument 'FOLDER'."),
-        (["ORACLE"], "Missing argument 'TRACE...'."),
+        ([], "Missing argument 'FOLDER'; see"),
+        (["ORACLE"], "Missing argument 'TRACE...'; see"),
         (["ORACLE", "TRACE", "--device", "auto"], "--device"),
         (["nowhere", "TRACE"], "manifest.json: cannot be read"),
         (["ORACLE", "nowhere"], "nowhere: cannot be read"),
