@@ -43,7 +43,6 @@ class Case:
 
     @property
     def measure_name(self) -> str:
-        """What `truth` is, in a word."""
         return "truth" if self.has_truth else "mean"
 
     @property

@@ -36,7 +36,6 @@ class Prompts:
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """Those that every prompt covers."""
         return tuple(s for s in SCOPES if all(s in v.scopes for v in self.verdicts.values()))
 
     def to_json(self) -> dict[str, Any]:

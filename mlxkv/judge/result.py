@@ -76,7 +76,6 @@ class Gate:
 
     @property
     def scope(self) -> Scope:
-        """As the name's."""
         return GateName(self.name).scope
 
     @property
@@ -202,7 +201,6 @@ class Verdict:
 
     @property
     def hint(self) -> str | None:
-        """What to do next, where something differs."""
         return HINT if self.outcome == "differ" else None
 
     @property

@@ -70,15 +70,10 @@ def judge(
         reasons=tuple(reasons),
         notes=tuple(notes(yardstick, runs, gates, outcome)),
         first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
-        figures=tuple(
-            delta.figures(run, case.truth, yardstick.truth, plan=plan) for plan, run in runs.items()
-        ),
+        figures=tuple(_figures(yardstick, plan, run) for plan, run in runs.items()),
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
-        curves=tuple(
-            Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
-            for plan, run in measures.items()
-        ),
+        curves=tuple(_curve(plan, run) for plan, run in measures.items()),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
@@ -95,6 +90,14 @@ def _yardstick(case: Case) -> tuple[Yardstick | None, list[str]]:
         return yardstick, []
     what = "holds numbers that are not finite, or only zeros; make the folder again"
     return None, [f"{case.truth.label}: {what}"]
+
+
+def _figures(yardstick: Yardstick, plan: str, run: Trace) -> delta.Figures:
+    return delta.figures(run, yardstick.case.truth, yardstick.truth, plan=plan)
+
+
+def _curve(plan: str, run: Measures) -> Curve:
+    return Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
 
 
 def _gates(

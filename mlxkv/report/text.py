@@ -33,7 +33,6 @@ def code(text: str) -> str:
 
 
 def clip(text: str, most: int) -> str:
-    """At most so many characters, the cut marked."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -33,7 +33,6 @@ class Compared:
 
     @property
     def exit_code(self) -> int:
-        """Of the worse of the two verdicts."""
         return EXIT_CODES[join(v.outcome for v in (self.verdict, self.third) if v is not None)]
 
 
