@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,11 @@ class Checkpoint:
         beside = {name for p in self.packed.values() for name in (p.scales, p.biases)}
         stored = {name: tensor.shape for name, tensor in self.tensors.items() if name not in beside}
         return stored | {name: packed.shape for name, packed in self.packed.items()}
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are, once unpacked."""
+        return sum(math.prod(shape) for shape in self.weights.values())
 
     @property
     def model_config(self) -> dict[str, Any]:
