@@ -415,6 +415,5 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
     exits.answer_signals()
     exits.console(cli)

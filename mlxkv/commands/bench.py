@@ -57,7 +57,6 @@ class Speed:
 
 
 def run(request: Request, *, as_json: bool) -> str:
-    """What `bench` prints."""
     machine.require_device(request.device)
     machine.require_mlx_lm()
     checkpoint = request.checkpoint()
@@ -123,7 +122,6 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
 
 
 def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
-    """The table that a person reads."""
     blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (

@@ -66,7 +66,6 @@ def _greedy(port: Llama, ids: list[int], steps: int, ends: frozenset[int]) -> It
 
 
 def inspect(named: Named, *, as_json: bool) -> str:
-    """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
 
     checkpoint = named.checkpoint()

@@ -67,7 +67,6 @@ class Run:
 
     @property
     def page_name(self) -> str:
-        """What the page calls the plan."""
         return _PAGE_NAMES.get(self.plan, self.plan)
 
     def __str__(self) -> str:

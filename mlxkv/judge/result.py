@@ -81,7 +81,6 @@ class Gate:
 
     @property
     def ran(self) -> bool:
-        """Whether there is a value at all."""
         return self.reason is None
 
     @property

@@ -29,7 +29,6 @@ class Side:
 
 
 def side(meta: Meta) -> Side:
-    """The engine that a trace is of."""
     named, mlx = f"{meta.engine} {meta.engine_version}".strip(), meta.environment.get("mlx")
     blas = str(meta.environment.get("blas", "")).split(" (")[0]
     # The port is part of this program; whose model else runs on MLX must be said.
@@ -41,7 +40,6 @@ def side(meta: Meta) -> Side:
 
 
 def oracle_side(manifest: Manifest) -> Side:
-    """The oracle that a folder is of."""
     version = manifest.environment.get("torch")
     what = "transformers alone: no truth for this architecture"
     if manifest.has_truth:
@@ -53,7 +51,6 @@ def oracle_side(manifest: Manifest) -> Side:
 
 
 def sentence(verdict: Verdict) -> str:
-    """The verdict in one line."""
     alone = verdict.against == "transformers"
     if verdict.outcome == "agree":
         return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
@@ -110,7 +107,6 @@ def pair_cells(pair: Pair) -> list[str]:
 
 
 def prompt(manifest: Manifest) -> str:
-    """The prompt as text, or how many ids it has."""
     if manifest.prompt is not None:
         return quoted(manifest.prompt)
     if manifest.texts:

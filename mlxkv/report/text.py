@@ -38,7 +38,6 @@ def clip(text: str, most: int) -> str:
 
 
 def number(value: float) -> str:
-    """A measured distance, three digits."""
     return "0" if value == 0 else f"{value:.2e}"
 
 
@@ -99,7 +98,6 @@ def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
 
 
 def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
-    """A Markdown table, aligned in its source too."""
     rule = ["---" if i in left else "--:" for i in range(len(head))]
     lines = _aligned([head, rule, *rows], left)
     lines[1] = [cell.replace(" ", "-") for cell in lines[1]]
@@ -119,7 +117,6 @@ def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], .
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Several runs' surroundings, side by side."""
     return side_by_side([(name, environment_rows(one)) for name, one in environments.items()])
 
 

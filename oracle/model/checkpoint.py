@@ -52,7 +52,6 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The config's path, for a message."""
         return str(self.folder / "config.json")
 
     @property
@@ -75,12 +74,10 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """As the config says."""
         return self._whole("vocab_size")
 
     @property
     def max_positions(self) -> int:
-        """As the config says."""
         return self._whole("max_position_embeddings")
 
     @property
@@ -215,7 +212,6 @@ def _opened(
     note: str = "",
     revision: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a Hugging Face folder."""
     path = folder / "config.json"
     if not os.path.exists(path):
         ggufs = sorted(p.name for p in folder.glob("*.gguf"))

@@ -54,7 +54,6 @@ class Runs:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the engine ran on, and with."""
         return self.arithmetic[0].meta.environment
 
 

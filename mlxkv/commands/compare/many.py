@@ -59,7 +59,6 @@ def report(request: Request, source: str, *, out: Path, command: str) -> Report:
 
 
 def compare(request: Request, given: Sequence[Prompt]) -> Overview:
-    """The comparison of each prompt."""
     requests = [
         replace(request, name=p.name, prompt=p.prompt or None, tokens=p.tokens or None)
         for p in given
@@ -73,7 +72,6 @@ def compare(request: Request, given: Sequence[Prompt]) -> Overview:
 
 
 def long(request: Request) -> Compared:
-    """The comparison over one long sequence of drawn ids."""
     length, chunks = prompts.LONG, prompts.LONG_CHUNKS
     vocab_size = resolve(request.model, revision=request.revision).vocab_size
     ids = prompts.drawn(length, vocab_size=vocab_size)

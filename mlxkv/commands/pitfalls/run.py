@@ -67,7 +67,6 @@ class Request(Named):
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
-    """Runs the scenarios on every system."""
     matrix = run(request)
     files = matrix_files(matrix, commands=[command])
     text = page.console(matrix, report=str(out / "pitfalls.md"))
@@ -75,7 +74,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of the scenarios, by file name."""
     text = page.markdown(matrix, commands=commands)
     return {"pitfalls.json": pretty(matrix.to_json()), "pitfalls.md": text}
 
@@ -196,8 +194,6 @@ def _plans(made: Sequence[Scenario], engine: str) -> dict[tuple[str, str], Plan]
 def _jobs(
     request: Request, checkpoint: Checkpoint, made: Sequence[Scenario], room: Path
 ) -> dict[str, tuple[str, job.Job]]:
-    """The module and the job of each system that runs on MLX."""
-
     def asked(engine: str, **more: Any) -> job.Job:
         (room / engine).mkdir()
         plans = tuple(_plans(made, engine).values())

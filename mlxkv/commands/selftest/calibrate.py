@@ -70,7 +70,6 @@ class Calibration:
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
-    """Measures what correct runs read."""
     done = run(request)
     files = calibration_files(done, commands=[command])
     where = str(out / "calibration.md")
@@ -79,7 +78,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def calibration_files(done: Calibration, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of a calibration, by file name."""
     value = done.to_json()
     text = calibration_page.markdown(done.ranges, done.accused, value, commands=commands)
     return {"calibration.json": pretty(value), "calibration.md": text}

@@ -88,7 +88,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def selftest_files(done: Selftest, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of a selftest, by file name."""
     value = done.to_json()
     text = page.markdown(done.trials, value, commands=commands)
     return {"selftest.json": pretty(value), "selftest.md": text}
