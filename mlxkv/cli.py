@@ -63,6 +63,13 @@ def _report(what: str) -> Option:
 
 
 _out = option("--out", "Where the report goes.", type=FOLDER, default=Path("mlxkv-report"))
+_debug = option(
+    "--debug",
+    "Pass on what an engine prints, and show whole tracebacks, on stderr.",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda _, __, given: os.environ.update({exits.DEBUG: "1"} if given else {}),
+)
 _device = option(
     "--device", "Where MLX runs.", type=click.Choice(["auto", "gpu", "cpu"]), default="auto"
 )
@@ -76,6 +83,7 @@ _model = options(
         metavar="NAME",
         multiple=True,
     ),
+    _debug,
 )
 _run = options(
     option("--prompt", "Text to start from  [default: The capital of France is]"),
@@ -139,7 +147,8 @@ def compare(
     from mlxkv.commands.compare import many, run
 
     if prompts is None:
-        return partial(run.report, _request(**options), candidates=candidates)
+        request = _request(has_oracle=True, **options)
+        return partial(run.report, request, candidates=candidates)
     of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
     beside = [name for name, value in of_one.items() if value is not None]
     beside += ["--candidate"] if candidates else []
@@ -214,7 +223,7 @@ def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report
     """
     from mlxkv.commands.locate.run import report
 
-    return partial(report, _request(**options), candidates=candidates)
+    return partial(report, _request(has_oracle=True, **options), candidates=candidates)
 
 
 @cli.command()
@@ -411,7 +420,12 @@ def _print(text: str) -> None:
 
 def invoke(arguments: Sequence[str]) -> int:
     """The exit code of one command line, run in this process."""
-    return exits.invoke(cli, arguments)
+    before = {name: os.environ[name] for name in (exits.DEBUG,) if name in os.environ}
+    try:
+        return exits.invoke(cli, arguments)
+    finally:
+        os.environ.pop(exits.DEBUG, None)  # that of --debug was this command's alone
+        os.environ.update(before)
 
 
 def main() -> None:

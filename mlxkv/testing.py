@@ -43,7 +43,7 @@ def assert_agrees(
     a Llama can be judged in float64, by algebra alone.
 
     Raises an AssertionError with what `mlxkv compare` would print; and a ValueError
-    (`oracle.formats.errors.Refusal`) where there is nothing to judge.
+    (`mlxkv.Refusal`) where there is nothing to judge.
     """
     folder = Path(oracle_dir)
     case = read_case(folder)

@@ -129,7 +129,8 @@ def check(folder: Path, as_json: bool) -> None:
     from oracle import folder as folders
 
     manifest = folders.check(folder)
-    whole = [f"{folder}: {len(manifest.files)} files, whole and finite", *folders.proofs(manifest)]
+    count = 1 + len(manifest.files)  # the manifest is one more
+    whole = [f"{folder}: {count} files, whole and finite", *folders.proofs(manifest)]
     click.echo(_manifest(manifest) if as_json else "\n".join(whole))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from oracle.formats import plan as plans
 from oracle.formats import trace
 from oracle.formats.disk import own_folder, writing
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.formats.plan import Call, Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
@@ -35,7 +35,7 @@ from oracle.formats.run_folder import (
 )
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
-from oracle.question import Asked, ask, check_run
+from oracle.question import Asked, ask, check_range, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
 _OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
@@ -105,6 +105,7 @@ def follow(
             raise Refusal(what, where="plans", remedy="rename one")
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     require_llama(checkpoint)
+    check_range(checkpoint, dtype)
     progress("loading torch and transformers", 0, 1)
     from oracle.pool import reference
 
@@ -261,7 +262,7 @@ def require(*packages: str) -> None:
     """Refuses what could not be computed, with the line that installs the package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'")
+            raise Refusal(f"{package} is not installed", remedy=install("oracle"))
 
 
 @contextmanager

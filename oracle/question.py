@@ -20,10 +20,12 @@ from oracle.formats.run_folder import Inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.pool.neighbour import Neighbour, neighbour_of
-from oracle.truth.config import Config, checked
+from oracle.truth.config import OLD_FREQUENCIES, Config, checked
 from oracle.truth.rope import Dynamic
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
+# The least number that each dtype rounds to infinity.
+_INFINITE = {"float32": 2.0**128 - 2.0**103, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 
 # Measured on two x86-64 cores with SmolLM2: seconds of imports, bytes of weights a second when
 # decoding, operations a second in prefill.
@@ -171,6 +173,7 @@ def ask(
     _check_sequence(prompt, tokens, prompt_tokens, steps)
     source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     config = neighbour_of(source) if is_neighbour(source) else checked(source)
+    check_range(source, dtype)
     tokenizer = tokenizers.load(source.folder)
     ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
@@ -218,6 +221,15 @@ def check_run(dtype: str, threads: int | None) -> None:
     if threads is not None and (type(threads) is not int or not 1 <= threads <= most):
         why = "more only wait for each other, and torch dies where none are left"
         raise Refusal(f"threads: {threads!r}, expected 1 to {most} here; {why}")
+
+
+def check_range(checkpoint: Checkpoint, dtype: str) -> None:
+    """Refuses weights that become infinite when they are rounded to the run's dtype."""
+    for name, most in checkpoint.largest.items():
+        if most >= _INFINITE[dtype] and not name.endswith(OLD_FREQUENCIES):
+            what = f"{name} holds {most:.6g}, which is infinite in {dtype}, expected finite weights"
+            file = checkpoint.tensors[name].file
+            raise Refusal(what, where=file, remedy="use another --dtype")
 
 
 def _encode(

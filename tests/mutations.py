@@ -136,11 +136,12 @@ MUTATIONS = (
     M(
         "a fingerprint leaves out the shapes",
         "oracle/model/fingerprint.py",
-        "list(t.shape), digests",
-        "digests",
+        "list(t.shape), hashes",
+        "hashes",
         "tests/oracle/test_checkpoint.py tests/oracle/test_default_model.py",
         "oracle/safetensors_file.py",
         was_find="list(found[name].shape), digests",
+        was_put="digests",
     ),
     M(
         "a tensor may lie in another shard than the index says",
@@ -153,11 +154,12 @@ MUTATIONS = (
     M(
         "a remembered hash serves a file that was changed since",
         "oracle/model/fingerprint.py",
-        "value == stamp and set(found)",
-        "set(found)",
+        "value == stamp and set(found.hashes)",
+        "set(found.hashes)",
         "tests/oracle/test_checkpoint.py",
         "oracle/safetensors_file.py",
         was_find="value == stamp and set(found)",
+        was_put="set(found)",
     ),
     M(
         "weights of an unknown quantisation are read bare",
@@ -171,10 +173,12 @@ MUTATIONS = (
     M(
         "rows of q and k of a GGUF stay in pairs order",
         "oracle/model/gguf_llama.py",
-        "2, rows.shape[1]).swapaxes(1, 2)",
-        "2, rows.shape[1])",
+        "2, *rows.shape[1:]).swapaxes(1, 2)",
+        "2, *rows.shape[1:])",
         "tests/oracle/test_gguf.py",
         "oracle/gguf_llama.py",
+        was_find="2, rows.shape[1]).swapaxes(1, 2)",
+        was_put="2, rows.shape[1])",
     ),
     # oracle/truth
     M(

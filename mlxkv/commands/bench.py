@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from mlxkv.engines import machine
-from mlxkv.engines.progress import bar
+from mlxkv.engines.progress import bar, say, steps
 from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
@@ -59,7 +59,9 @@ class Speed:
 def run(request: Request, *, as_json: bool) -> str:
     machine.require_device(request.device)
     machine.require_mlx_lm()
-    checkpoint = request.checkpoint()
+    checkpoint = request.checkpoint(steps())
+    turns = f"{request.rounds} turns of each engine at {len(request.prefill)} lengths"
+    say(f"bench: {turns} on {checkpoint.name}, after both have loaded it")
     measured, environment = speeds(checkpoint, request)
     if not as_json:
         return text(checkpoint.name, measured, environment)

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 
 # Fastest first: tokens per second of one-row products, which decoding is made of, decide
 # (`mlxkv bench`).
@@ -33,7 +33,6 @@ _BLAS = {
     f"{sys.prefix}/lib/libmkl_rt.so.*": "MKL",
 }
 _REFERENCE = "reference (from MLX)"
-INSTALL = "pip install 'mlxkv[port]'"
 
 MLX_LEAST = (0, 29)
 """As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half
@@ -83,7 +82,7 @@ def require_device(device: str) -> None:
     MLX itself is imported only where a GPU is asked for.
     """
     if not has("mlx"):
-        raise Refusal(f"mlx is not installed: {INSTALL}")
+        raise Refusal("mlx is not installed", remedy=install("port"))
     _require_recent()
     if device == "gpu":
         _choose(require_mlx(), device)
@@ -97,11 +96,11 @@ def require_mlx() -> Any:
     try:
         import mlx.core as mx
     except ImportError as error:
-        what = f"mlx is not installed: {INSTALL}"
+        what, remedy = "mlx is not installed", install("port")
         if "libmlx" in str(error):
-            what = f"mlx is installed without its backend ({error}): {INSTALL}"
-            what += ", which takes mlx[cpu] on Linux"
-        raise Refusal(what) from error
+            what = f"mlx is installed without its backend ({error})"
+            remedy += " takes mlx[cpu] on Linux"
+        raise Refusal(what, remedy=remedy) from error
     _require_recent()
     return mx
 
@@ -109,7 +108,7 @@ def require_mlx() -> Any:
 def require_mlx_lm() -> None:
     """A Refusal with the line that installs it, before anything runs."""
     if not has("mlx_lm"):
-        raise Refusal(f"mlx-lm is not installed: {_INSTALL}")
+        raise Refusal("mlx-lm is not installed", remedy=install("port"))
 
 
 def _require_recent() -> None:
@@ -119,8 +118,8 @@ def _require_recent() -> None:
     # A build from source may have no version that says anything.
     if numbers and numbers < MLX_LEAST:
         least = ".".join(map(str, MLX_LEAST))
-        remedy = INSTALL.replace("install", "install -U")
-        raise Refusal(f"mlx {found} is installed, expected {least} or later: {remedy}")
+        what = f"mlx {found} is installed, expected {least} or later"
+        raise Refusal(what, remedy=install("port"))
 
 
 def _choose(mx: Any, device: str) -> str:

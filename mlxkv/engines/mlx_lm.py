@@ -17,7 +17,7 @@ import numpy as np
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.runner import Array, PlanRunner, host
-from oracle.formats.errors import Inexpressible, Refusal, one_line
+from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
@@ -113,8 +113,9 @@ def load(folder: str, dtype: str) -> Any:
     try:
         from mlx_lm.utils import load_model
     except ImportError as error:
-        what = f"mlx-lm cannot be imported ({one_line(error)}): {machine.INSTALL}"
-        raise Refusal(what) from error
+        raise Refusal(
+            f"mlx-lm cannot be imported ({one_line(error)})", remedy=install("port")
+        ) from error
     try:
         model, _ = load_model(Path(folder))
     except Exception as error:  # whatever its code for some architecture raises

@@ -13,7 +13,7 @@ from pathlib import Path
 from mlxkv.engines import machine, process
 from mlxkv.engines.progress import say
 from oracle.formats import disk, run_folder
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.formats.run_folder import Inputs
 from oracle.model.cache_folder import cache_dir, in_use
 from oracle.model.checkpoint import Checkpoint
@@ -112,15 +112,12 @@ def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Fi
     return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
 
 
-def require_torch(*, or_folder: bool = True) -> None:
-    """A Refusal with the line that installs what is missing.
-
-    `or_folder` says whether a folder made elsewhere would do, as the command has --oracle.
-    """
-    instead = ", or give --oracle DIR with a folder made elsewhere" if or_folder else ""
+def require_torch(*, otherwise: str = "") -> None:
+    """A Refusal with the line that installs what is missing, and what may be done `otherwise`."""
     for package in ("torch", "transformers"):
         if not machine.has(package):
-            raise Refusal(f"{package} is not installed: pip install 'mlxkv[oracle]'{instead}")
+            remedy = install("oracle") + otherwise
+            raise Refusal(f"{package} is not installed", remedy=remedy)
 
 
 def _revision(checkpoint: Checkpoint) -> list[str]:

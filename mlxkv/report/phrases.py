@@ -5,6 +5,7 @@ Pure functions: no clock, no file and no machine is read, so the same run gives 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mlxkv.judge.delta import Figures, Pair
@@ -91,13 +92,13 @@ def controls(verdict: Verdict) -> str:
 def _control(control: Control) -> str:
     other = {"agree": "differs", "differ": "agrees"}[control.expected]
     did = f"{control.expected}s" if control.passed else f"{other}, must {control.expected}"
-    return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
+    return f"{control.name}: {did} ({control.quantity} {control.value:z.3g})"
 
 
 def figure_cells(figures: Figures) -> list[str]:
     """NMSE in dB, 1 - cosine, KL in nats."""
-    f = figures
-    return [f"{f.nmse_db:.1f}", number(1 - f.cosine), number(f.kl)]
+    f, equal = figures, figures.nmse_db == -math.inf
+    return ["exact" if equal else f"{f.nmse_db:z.1f}", number(1 - f.cosine), number(f.kl)]
 
 
 def pair_cells(pair: Pair) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxkv.judge.result import Curve, Strip
 from mlxkv.report.text import power, quoted
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dash tell the lines
 # apart without any colour.
@@ -41,9 +41,8 @@ def load() -> Any:
         import matplotlib.backends.backend_svg
         import matplotlib.figure
     except ImportError as error:
-        raise Refusal(
-            "plot: matplotlib is not installed, expected it for the SVG; pip install 'mlxkv[port]'"
-        ) from error
+        what = "matplotlib is not installed, expected it for the SVG"
+        raise Refusal(what, where="plot", remedy=install("port")) from error
     return matplotlib
 
 

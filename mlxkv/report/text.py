@@ -49,10 +49,10 @@ def power(value: float, *, digits: int = 1) -> str:
 def ordered(value: float, limit: float) -> tuple[str, str]:
     """Value and limit with as many digits as it takes to see which is larger."""
     if math.isnan(value) or limit == 0:
-        return f"{value:g}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
+        return f"{value:zg}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
     kind = "f" if value < 1e5 else "e"
     for digits in range(2, 18):
-        shown = f"{value:.{digits}{kind}}", f"{limit:.{digits}f}"
+        shown = f"{value:z.{digits}{kind}}", f"{limit:.{digits}f}"
         if limit < 1e-3:
             shown = f"{value:.{digits - 1}e}", f"{limit:g}"
         if _order(float(shown[0]), float(shown[1])) == _order(value, limit):

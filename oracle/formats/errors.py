@@ -29,6 +29,11 @@ class AlreadySaid(Exception):
     """A process of ours has refused and has said why on stderr."""
 
 
+def install(extra: str) -> str:
+    """How an extra of this package is installed. Its name alone would not do: it is on no index."""
+    return f"pip install -c constraints.txt '.[{extra}]' in a clone of the repository"
+
+
 def brief(value: Any) -> str:
     """The repr of a value, as one line of at most 60 characters, for a message."""
     text = " ".join(repr(value).split())

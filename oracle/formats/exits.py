@@ -7,6 +7,7 @@ and is 2 too: 1 means that the engines differ.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 PARENT = "MLXKV_PARENT"
 """The environment variable in which mlxkv tells a process who started it."""
 
+DEBUG = "MLXKV_DEBUG"
+"""If it is set, our processes pass on what an engine prints, and show whole tracebacks."""
+
 
 def code_of(work: Callable[[], object]) -> int:
     """Does the work and gives its exit code; a refusal is printed as one line on stderr."""
@@ -38,6 +42,8 @@ def code_of(work: Callable[[], object]) -> int:
     except AlreadySaid:
         return 2
     except Refusal as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
         return _refused(str(error))
     except BrokenPipeError:
         # Whoever read our output has gone, as `head` does: Python must not complain at exit.
@@ -85,6 +91,12 @@ def console(command: click.Command) -> None:
     finally:
         # Python answers an interrupt on its way out with a traceback too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code > 128:
+        # A signal. What was half written is removed by now; Python would go on to wait for threads
+        # of others, such as those of a download that stalls.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -66,7 +66,11 @@ def read(path: Path) -> tuple[dict[str, Tensor], Any]:
         entries = strict_json.decode(text)
         if not isinstance(entries, dict):
             raise ValueError(f"its header is {brief(entries)}")
+        if text[:1] != b"{":
+            raise ValueError("its header does not begin with a brace")
         meta = entries.pop("__metadata__", None)
+        if not strict_json.fits(meta, dict[str, str] | None):
+            raise ValueError(f"__metadata__ is {brief(meta)}, expected names and texts")
         return checked(path, entries, 8 + length, size), meta
     except ValueError as error:
         what = f"not a whole safetensors file of {size} bytes ({one_line(error)})"

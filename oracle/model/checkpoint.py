@@ -21,8 +21,7 @@ from typing import Any
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress, silent
-from oracle.model import cache_folder, packing, safetensors
-from oracle.model.fingerprint import fingerprint, hashes
+from oracle.model import cache_folder, fingerprint, packing, safetensors
 from oracle.model.packing import Packed
 
 DEFAULT = "default"
@@ -35,7 +34,8 @@ class Checkpoint:
 
     `source` is what the user named, `name` is short and for titles, `note` says how it got here (""
     for a plain folder), `revision` is the Hub's commit, `without` the keys that a person took out
-    of the config, `packed` the weights that are stored quantised, as MLX does it.
+    of the config, `packed` the weights that are stored quantised, as MLX does it. By tensor,
+    `hashes` are the sha256 of the bytes, `largest` the largest magnitudes (0 for what is no float).
     """
 
     folder: Path
@@ -49,6 +49,8 @@ class Checkpoint:
     fingerprint: str
     without: tuple[str, ...] = ()
     packed: dict[str, Packed] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -196,9 +198,10 @@ class Named:
     revision: str | None = None
     ignore_keys: tuple[str, ...] = ()
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self, progress: Progress = silent) -> Checkpoint:
         """What is named; a Refusal where it is no Llama."""
-        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        keys = self.ignore_keys
+        found = resolve(self.model, revision=self.revision, ignore_keys=keys, progress=progress)
         require_llama(found)
         return found
 
@@ -223,6 +226,13 @@ def _opened(
     config = safetensors.read_object(path)
     tensors = safetensors.tensors(folder)
     packed = packing.read(path, config, tensors)
+    found = fingerprint.contents(tensors, progress=progress)
+    largest = {n: fingerprint.magnitude(tensors[n].dtype, b) for n, b in found.largest.items()}
+    for tensor, most in largest.items():
+        if not most < math.inf:
+            odd = "NaN" if math.isnan(most) else "infinity"
+            what = f"{tensor} holds {odd}, expected finite weights"
+            raise Refusal(what, where=tensors[tensor].file, remedy="download or save it again")
     return Checkpoint(
         folder=folder,
         source=source,
@@ -232,8 +242,10 @@ def _opened(
         config=config,
         config_digest=_digest(config),
         tensors=tensors,
-        fingerprint=fingerprint(tensors, progress=progress),
+        fingerprint=fingerprint.fingerprint(tensors, found.hashes),
         packed=packed,
+        hashes=found.hashes,
+        largest=largest,
     )
 
 
@@ -241,8 +253,8 @@ def _notes(*notes: str) -> str:
     return ", ".join(filter(None, notes))
 
 
-def _digest(config: Mapping[str, Any]) -> str:
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -266,9 +278,11 @@ def _default(progress: Progress) -> Checkpoint:
 
 
 def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
-    from oracle.model import gguf_llama
+    from oracle.model import gguf, gguf_llama
 
-    digest = hashes(path, {"": (0, path.stat().st_size)}, progress=progress)[""]
+    files = {f.name: Tensor(f, "U8", (), 0, f.stat().st_size) for f in gguf.shards(path)}
+    found = list(fingerprint.contents(files, progress=progress).hashes.values())
+    digest = found[0] if len(found) == 1 else _digest(found)
 
     def make(folder: Path) -> None:
         kind, _ = gguf_llama.convert(path, folder, progress=progress)
@@ -279,7 +293,8 @@ def _from_gguf(path: Path, source: str, progress: Progress) -> Checkpoint:
     folder = cache_folder.made_once(f"gguf-1-{digest[:32]}", make)
     note = folder / "note.txt"
     words = note.read_text(encoding="utf-8", errors="replace") if note.exists() else "GGUF"
-    return _converted(folder, source, path.stem, words, progress)
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    return _converted(folder, source, name, words, progress)
 
 
 def _converted(folder: Path, source: str, name: str, note: str, progress: Progress) -> Checkpoint:

@@ -8,6 +8,7 @@ reports mean the same on every machine.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -110,8 +111,12 @@ def _install(target: Path) -> None:
         capture_output=True,
         text=True,
         errors="replace",
+        env=os.environ | {"TMPDIR": str(target)},
     )
     if done.returncode:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(number) in done.stdout + done.stderr:
+                raise OSError(number, os.strerror(number))
         sys.stderr.write(done.stdout + done.stderr)
         code = f"exit {done.returncode}, the installer's words are above"
         raise Refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +21,61 @@ from oracle.formats.errors import Refusal, brief
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-_Place = tuple[tuple[int, ...], int, int]
+_SHARD = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
+_ALL = "download all shards, under their own names, into one folder"
+
+_Place = tuple[tuple[int, ...], int, int, mmap.mmap]
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A file's metadata and its tensors: name -> shape (outermost axis first), type, first byte."""
+    """A model's metadata, and its tensors.
+
+    Those are name -> shape (outermost axis first), type, first byte, and the file's bytes.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, _Place]
-    data: mmap.mmap
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of the split model that `path` is one of by its name, in order; or `path` alone."""
+    named = _SHARD.fullmatch(path.name)
+    if not named:
+        return [path]
+    stem, number, of, count, suffix = named.groups()
+    names = [f"{stem}{i:05d}{of}{count}{suffix}" for i in range(1, int(count) + 1)]
+    for name in names:
+        if not (path.parent / name).is_file():
+            what = f"shard {int(number)} of {int(count)}, expected {name} beside it"
+            raise Refusal(what, where=path, remedy=_ALL)
+    return [path.parent / name for name in names] or [path]
 
 
 def read(path: Path) -> Gguf:
-    """The container's metadata; the tensors' bytes are mapped and not yet read."""
+    """The metadata and tensors of a file, or of all shards that it is one of by its name."""
+    files = [_read(file) for file in shards(path)]
+    tensors: dict[str, _Place] = {}
+    for i, file in enumerate(files):
+        number, count = file.metadata.get("split.no", 0), file.metadata.get("split.count", 1)
+        if (number, count) != (i, len(files)):
+            said = f"is shard {brief(number)} (from 0) of {brief(count)} by its metadata"
+            what = f"{said}, expected {i} of {len(files)} by its name"
+            raise Refusal(what, where=file.path, remedy=_ALL)
+        for name in sorted(file.tensors.keys() & tensors.keys()):
+            what = f"holds {name} as another shard does, expected it once"
+            raise Refusal(what, where=file.path, remedy=_ALL)
+        tensors |= file.tensors
+    n = files[0].metadata.get("split.tensors.count", len(tensors))
+    if n != len(tensors):
+        what = f"split.tensors.count is {brief(n)}, expected {len(tensors)} as all shards hold"
+        raise Refusal(what, where=files[0].path, remedy=_ALL)
+    return Gguf(path, files[0].metadata, tensors)
+
+
+def _read(path: Path) -> Gguf:
+    """The contents of one file; the tensors' bytes are mapped and not yet read."""
     again = "download it again"
     try:
         with disk.opened(path) as file:
@@ -48,7 +89,7 @@ def read(path: Path) -> Gguf:
     if data[:4] != b"GGUF":
         raise Refusal(f"begins with {data[:4]!r}, expected b'GGUF'", where=path, remedy=again)
     try:
-        return Gguf(path, *_contents(_Cursor(data)), data)
+        return Gguf(path, *_contents(_Cursor(data)))
     except (struct.error, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
         what = f"not a whole GGUF file of {len(data)} bytes ({e})"
         raise Refusal(what, where=path, remedy=again) from e
@@ -98,7 +139,7 @@ def _contents(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Place]]:
     for _ in range(n_values):
         name = _new_name(cursor, metadata)
         metadata[name] = cursor.value(cursor.scalar("I"))
-    tensors: dict[str, _Place] = {}
+    tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(n_tensors):
         name = _new_name(cursor, tensors)
         shape = cursor.scalars("Q", cursor.scalar("I"))[::-1]
@@ -108,7 +149,8 @@ def _contents(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Place]]:
         raise ValueError(f"general.alignment is {brief(alignment)}, expected a whole number from 1")
     base = -(-cursor.at // alignment) * alignment
     return metadata, {
-        name: (shape, kind, base + start) for name, (shape, kind, start) in tensors.items()
+        name: (shape, kind, base + start, cursor.data)
+        for name, (shape, kind, start) in tensors.items()
     }
 
 
@@ -124,12 +166,12 @@ def dequantised(gguf: Gguf, name: str) -> Any:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    shape, number, start = gguf.tensors[name]
+    shape, number, start, data = gguf.tensors[name]
     try:
         kind = GGMLQuantizationType(number)
         block, size = GGML_QUANT_SIZES[kind]
         rows, row = math.prod(shape[:-1]), shape[-1] // block * size
-        stored = np.frombuffer(gguf.data, np.uint8, rows * row, start).reshape(rows, row)
+        stored = np.frombuffer(data, np.uint8, rows * row, start).reshape(rows, row)
         return np.asarray(dequantize(stored, kind), np.float32).reshape(shape)
     except (ValueError, KeyError, OverflowError, NotImplementedError) as error:
         what = f"{name} of type {number} cannot be read ({error})"
@@ -142,6 +184,6 @@ def main_type(gguf: Gguf) -> str:
     from gguf.constants import GGMLQuantizationType
 
     elements: dict[int, int] = {}
-    for shape, kind, _ in gguf.tensors.values():
+    for shape, kind, *_ in gguf.tensors.values():
         elements[kind] = elements.get(kind, 0) + math.prod(shape)
     return str(GGMLQuantizationType(max(elements, key=elements.__getitem__)).name)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from oracle.formats import header
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.formats.progress import Progress
 from oracle.model import gguf_tokenizer
 from oracle.model.gguf import Gguf, dequantised, main_type, read
@@ -23,18 +24,25 @@ from oracle.model.gguf import Gguf, dequantised, main_type, read
 # Metadata of the architecture that is used below.
 _USED = """block_count context_length embedding_length feed_forward_length vocab_size
     attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base"""
-# Metadata that would change the model, at the values that leave it alone.
-_NEUTRAL = {
-    "attention.causal": True,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "rope.scaling.type": "none",
-    "rope.scale_linear": 1.0,
+    attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scale_linear
+    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.finetuned"""
+# Metadata that would change the model, at the values that leave it alone. Both names of the layout
+# are that of every Llama's GGUF: llama.cpp does not read the key.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "tensor_data_layout": ("Meta AI original pth", "reference"),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _AGAIN = "download it again"
 _FOLDER = "use the model's Hugging Face folder instead"
 _FREQUENCIES = "rope_freqs.weight"
+_BIAS = re.compile(r"blk\.\d+\.(attn|ffn)_(?:q|k|v|output|gate|up|down)\.bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,16 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     for key in ("bos_token_id", "eos_token_id"):
         if isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
             config[key] = gguf.metadata[f"tokenizer.ggml.{key}"]
-    config |= {"attention_bias": False, "mlp_bias": False, "torch_dtype": "float32"}
+    biased = {found[1] for name in gguf.tensors if (found := _BIAS.fullmatch(name))}
+    config |= {"attention_bias": "attn" in biased, "mlp_bias": "ffn" in biased}
+    config["torch_dtype"] = "float32"
+    scaling = _scaling(gguf)
     if _FREQUENCIES in gguf.tensors:
-        config["rope_scaling"] = _llama3_scaling(gguf, config["rope_theta"], config["head_dim"])
-    return config
+        if scaling is not None:
+            what = f"{_FREQUENCIES} beside {scaling['rope_type']} scaling, expected one of them"
+            raise Refusal(what, where=gguf.path, remedy=_FOLDER)
+        scaling = _llama3_scaling(gguf, config["rope_theta"], config["head_dim"])
+    return config | ({} if scaling is None else {"rope_scaling": scaling})
 
 
 def _vocab_size(gguf: Gguf) -> int:
@@ -107,11 +121,12 @@ def _vocab_size(gguf: Gguf) -> int:
 def _refuse_unknown(gguf: Gguf) -> None:
     for key, value in gguf.metadata.items():
         name = key.removeprefix("llama.")
-        if name == key or name in _USED.split() or (name in _NEUTRAL and value == _NEUTRAL[name]):
+        neutral = _NEUTRAL.get(name, ())
+        if name == key or name in _USED.split() or value in neutral:
             continue
         expected = "which config.json's Llama cannot express here"
-        if name in _NEUTRAL:
-            expected = f"expected {_NEUTRAL[name]!r}"
+        if neutral:
+            expected = f"expected {neutral[0]!r}"
         raise Refusal(f"{key} is {str(value)[:40]!r}, {expected}", where=gguf.path, remedy=_FOLDER)
 
 
@@ -148,6 +163,28 @@ def _head_dim(gguf: Gguf, heads: int) -> int:
         what = f"its heads have {head_dim} dimensions, expected an even number"
         raise Refusal(what, where=gguf.path, remedy=_AGAIN)
     return head_dim
+
+
+def _scaling(gguf: Gguf) -> dict[str, Any] | None:
+    """rope_scaling as llama.cpp reads the metadata, where a factor without a type is linear."""
+    kind = gguf.metadata.get("llama.rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        what = f"llama.rope.scaling.type is {brief(kind)}, expected 'none', 'linear' or 'yarn'"
+        raise Refusal(what, where=gguf.path, remedy=_FOLDER)
+    old = _real(gguf, "rope.scale_linear", default=1.0)
+    factor = _real(gguf, "rope.scaling.factor", default=old)
+    if factor < 1:
+        raise _odd(gguf, "rope.scaling.factor", factor, "a number from 1")
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        length = _whole(gguf, "context_length")
+        original = _whole(gguf, "rope.scaling.original_context_length", default=length)
+        scaling["original_max_position_embeddings"] = original
+        for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            scaling[key] = _real(gguf, f"rope.scaling.yarn_{key}", default=usual)
+    return scaling
 
 
 def _llama3_scaling(gguf: Gguf, theta: float, head_dim: int) -> dict[str, Any]:
@@ -197,8 +234,7 @@ def _targets(gguf: Gguf, config: dict[str, Any]) -> dict[str, _Target]:
         targets["output.weight"] = _Target("lm_head.weight", table)
     for i in range(layers):
         for part, t in _layer(config).items():
-            name = f"model.layers.{i}.{t.name}.weight"
-            targets[f"blk.{i}.{part}.weight"] = _Target(name, t.shape, t.heads)
+            targets[f"blk.{i}.{part}"] = replace(t, name=f"model.layers.{i}.{t.name}")
     _require_exactly(gguf, targets)
     return targets
 
@@ -207,7 +243,7 @@ def _layer(config: dict[str, Any]) -> dict[str, _Target]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     q, kv = heads * config["head_dim"], kv_heads * config["head_dim"]
-    return {
+    weights = {
         "attn_norm": _Target("input_layernorm", (hidden,)),
         "attn_q": _Target("self_attn.q_proj", (q, hidden), heads),
         "attn_k": _Target("self_attn.k_proj", (kv, hidden), kv_heads),
@@ -218,6 +254,13 @@ def _layer(config: dict[str, Any]) -> dict[str, _Target]:
         "ffn_up": _Target("mlp.up_proj", (inner, hidden)),
         "ffn_down": _Target("mlp.down_proj", (hidden, inner)),
     }
+    targets = {}
+    for part, t in weights.items():
+        targets[f"{part}.weight"] = replace(t, name=f"{t.name}.weight")
+        block = t.name.split(".")[0]
+        if config.get({"self_attn": "attention_bias", "mlp": "mlp_bias"}.get(block, "")):
+            targets[f"{part}.bias"] = replace(t, name=f"{t.name}.bias", shape=t.shape[:1])
+    return targets
 
 
 def _require_exactly(gguf: Gguf, targets: dict[str, _Target]) -> None:
@@ -242,16 +285,26 @@ def _write_weights(gguf: Gguf, targets: dict[str, _Target], path: Path, progress
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for i, name in enumerate(["", *order]):
-            piece = _split_halves(dequantised(gguf, name), targets[name].heads) if name else first
+            piece = _split_halves(_finite(gguf, name), targets[name].heads) if name else first
             file.write(piece)
             digest.update(piece)
             progress(f"converting {gguf.path.name}", i, len(order))
     return digest.hexdigest()
 
 
+def _finite(gguf: Gguf, name: str) -> Any:
+    import numpy as np
+
+    rows = dequantised(gguf, name)
+    if not np.isfinite(rows).all():
+        what = f"{name} holds NaN or infinity, expected finite weights"
+        raise Refusal(what, where=gguf.path, remedy=_AGAIN)
+    return rows
+
+
 def _split_halves(rows: Any, heads: int) -> bytes:
     """A tensor's bytes, the rows of each head in split halves instead of pairs."""
     if heads:
-        rows = rows.reshape(heads, rows.shape[0] // heads // 2, 2, rows.shape[1]).swapaxes(1, 2)
+        rows = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
     out: bytes = rows.astype("<f4").tobytes()
     return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from pathlib import Path
 
 from oracle.formats.errors import Refusal, one_line
@@ -13,6 +15,7 @@ _FILES = ["config.json", "generation_config.json", "tokenizer.json"]
 _FILES += [safetensors.INDEX, "*.safetensors"]
 _OTHERS = ["*/*", "consolidated*"]
 _SECONDS = 10
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def snapshot(model: str, revision: str | None, progress: Progress) -> Path:
@@ -22,13 +25,22 @@ def snapshot(model: str, revision: str | None, progress: Progress) -> Path:
     if isinstance(cached, Path) and here and (cached / "tokenizer.json").exists():
         return cached
     progress(f"downloading {model}", 0, 1)
-    fetched = _snapshot(model, revision)
+    fetched = _interruptible(model, revision)
     progress(f"downloading {model}", 1, 1)
     if isinstance(fetched, Path):
         return fetched
     if isinstance(cached, Path) and here:
         return cached
-    raise Refusal(_why_not(model, revision, fetched), where=model) from fetched
+    raise _refusal(model, revision, fetched) from fetched
+
+
+def _interruptible(model: str, revision: str | None) -> Path | Exception:
+    """The snapshot from the network. It waits for threads of its own, and an interrupt with it."""
+    found: list[Path | Exception] = []
+    thread = threading.Thread(target=lambda: found.append(_snapshot(model, revision)), daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _snapshot(
@@ -59,6 +71,16 @@ def _loadable(folder: Path) -> bool:
         return os.path.exists(folder / "config.json") and bool(safetensors.tensors(folder))
     except Refusal:
         return False
+
+
+def _refusal(model: str, revision: str | None, error: Exception) -> Refusal:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        from huggingface_hub import constants
+
+        what = f"cannot be written ({error.strerror})"
+        remedy = "free some space or name another folder in HF_HOME"
+        return Refusal(what, where=constants.HF_HUB_CACHE, remedy=remedy)
+    return Refusal(_why_not(model, revision, error), where=model)
 
 
 def _why_not(model: str, revision: str | None, error: Exception) -> str:

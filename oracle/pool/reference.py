@@ -31,12 +31,11 @@ from oracle.formats.tensors import Array
 from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 from oracle.pool import neighbour_model
-from oracle.truth.config import checked, config_of, effective
+from oracle.truth.config import OLD_FREQUENCIES, checked, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
 _TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
 _CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
-_OLD_FREQUENCIES = ".rotary_emb.inv_freq"
 _PRECISION = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 
 
@@ -276,7 +275,7 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors that the fingerprint covers, mapped; packed ones unpacked and rounded once."""
     exact, packed = Weights(checkpoint, dtype=dtype), checkpoint.packed
     plain = sorted(set(checkpoint.weights) - set(packed))
-    found = {name: exact.stored(name) for name in plain if not name.endswith(_OLD_FREQUENCIES)}
+    found = {name: exact.stored(name) for name in plain if not name.endswith(OLD_FREQUENCIES)}
     return found | {name: exact(name).to(DTYPES[dtype]) for name in packed}
 
 

@@ -76,6 +76,8 @@ _MOST_HEAD_DIM = 2**16
 _OPTIONAL = """num_key_value_heads head_dim rms_norm_eps tie_word_embeddings attention_bias mlp_bias
     rope_theta rope_scaling rope_parameters original_max_position_embeddings"""
 _USED = {*_SIZES, *_OPTIONAL.split()}
+OLD_FREQUENCIES = ".rotary_emb.inv_freq"
+"""The end of the names under which old files keep RoPE's frequencies, which nobody reads."""
 STORED = ("F32", "BF16", "F16")
 """The dtypes of plain weights, as safetensors spells them."""
 
@@ -181,6 +183,9 @@ def read_config(
     refuse_taken_out(without, {*_USED, *_NEUTRAL}, where)
     given = Keys({key: value for key, value in values.items() if value is not None}, where)
     _refuse_unknown(Keys(values, where))
+    if "rms_norm_eps" in values and values["rms_norm_eps"] is None:
+        what = "rms_norm_eps is null, expected a number above 0"
+        raise given.refusal(what, "correct config.json, or take the key out for 1e-06")
     sizes = {key: given.whole(key, most=most) for key, most in _SIZES.items()}
     heads, positions = sizes["num_attention_heads"], sizes["max_position_embeddings"]
     most = _SIZES["num_attention_heads"]
@@ -243,8 +248,12 @@ def _head_dim(given: Keys, hidden: int, heads: int) -> int:
 
 
 def effective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that transformers is given: a sliding_window, for one, would shorten its cache."""
-    return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
+    """The keys that transformers is given: a sliding_window, for one, would shorten its cache.
+
+    It takes null for a value where the truth takes it for an absent key.
+    """
+    kept = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
+    return {key: value for key, value in kept.items() if value is not None}
 
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:
@@ -254,9 +263,8 @@ def check_weights(config: Config, checkpoint: Checkpoint) -> None:
     missing = sorted(set(wanted) - set(stored))
     if missing:
         raise Refusal(f"{where}: no tensor {missing[0]}, {says}; {len(missing)} missing")
-    # A tied head may be stored once more (the truth checks that it is the same), and old files
-    # keep RoPE's frequencies.
-    extra = {n for n in set(stored) - set(wanted) if not n.endswith(".rotary_emb.inv_freq")}
+    # A tied head may be stored once more, if it is the same.
+    extra = {n for n in set(stored) - set(wanted) if not n.endswith(OLD_FREQUENCIES)}
     extra -= {"lm_head.weight"}
     if extra:
         raise Refusal(f"{where}: unknown tensor {min(extra)}, {says}; {len(extra)} unknown")
@@ -266,11 +274,26 @@ def check_weights(config: Config, checkpoint: Checkpoint) -> None:
             has = f"{name} has shape {found}{' unpacked' if packed else ''}"
             raise Refusal(f"{where}: {has}, expected {list(shape)} as config.json says")
         if not packed:
-            require_plain(name, checkpoint.tensors[name].dtype, where)
+            require_plain(name, checkpoint.tensors[name].dtype, checkpoint.tensors[name].file)
+    if config.tied:
+        _check_tied(checkpoint)
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """Refuses a stored head that is not the embedding: which of them counts differs by engine."""
+    tensors, hashes = checkpoint.tensors, checkpoint.hashes
+    for part in ("weight", "scales", "biases"):
+        head, its = f"lm_head.{part}", f"model.embed_tokens.{part}"
+        same = its in tensors and head in tensors and tensors[head].dtype == tensors[its].dtype
+        if head in tensors and not (same and hashes[head] == hashes[its]):
+            what = f"{head} differs from {its} though tie_word_embeddings is true"
+            remedy = "correct tie_word_embeddings in config.json, or take the head out"
+            raise Refusal(what, where=tensors[head].file, remedy=remedy)
 
 
 def require_plain(name: str, dtype: str, where: object) -> None:
     """Refuses a stored dtype that the oracle does not compute with."""
     if dtype not in STORED:
         what = f"{name} is {dtype}, expected {', '.join(STORED)}"
-        raise Refusal(what, where=where, remedy="quantised weights cannot be run")
+        remedy = "quantised weights cannot be run"
+        raise Refusal(what, where=where, remedy="save it in F32" if dtype == "F64" else remedy)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -22,8 +24,11 @@ import numpy as np
 import pytest
 from command import Done, mlxkv, oracle, refused, torch_python
 
+from mlxkv.engines import machine
 from oracle.formats import disk, trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call
+from oracle.model import checkpoint
 from oracle.model.checkpoint import resolve
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
@@ -428,6 +433,54 @@ def test_a_comparison_with_a_given_folder_needs_no_torch(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("command", "offered"),
+    [
+        (["compare", *TOKENS], True),
+        (["locate", *TOKENS], True),
+        (["compare", "--prompts", "{ids}"], False),
+        (["pitfalls", "--tokens", "3,7,11,2", "--other-tokens", "3,7,5,9"], False),
+        (["selftest", "--no-tiny"], False),
+        (["calibrate", "--no-tiny"], False),
+    ],
+)
+def test_an_oracle_folder_is_offered_where_one_can_be_given(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    command: list[str],
+    offered: bool,
+) -> None:
+    has = machine.has
+    monkeypatch.setattr(machine, "has", lambda name: name != package and has(name))
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [3, 7]}')
+    name, *options = (word.replace("{ids}", str(ids)) for word in command)
+    done = mlxkv(name, tiny, *options, "--out", tmp_path / "out")
+    install = "pip install -c constraints.txt '.[oracle]' in a clone of the repository"
+    refused(done, f"{package} is not installed; {install}")
+    assert ("--oracle DIR" in done.stderr) == offered
+
+
+def test_ids_are_asked_for_as_the_command_takes_them(tiny: Path, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "out"
+    texts.write_text("one\ntwo\n")
+    refused(mlxkv("compare", tiny, "--out", out), "no tokenizer.json", "give the ids with --tokens")
+    done = mlxkv("compare", tiny, "--prompts", texts, "--out", out)
+    refused(done, "prompt line-1: ", "no tokenizer.json", '{"tokens": [1, 2]}')
+    assert "--tokens" not in done.stderr
+
+
+def test_nothing_is_to_be_installed_by_a_name_that_no_index_has() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("mlxkv/**/*.py"), *root.glob("oracle/**/*.py"), root / "README.md"]
+    assert len(sources) > 100
+    named = re.compile(r"pip3? install [^`\n&]*mlxkv")
+    assert [path for path in sources if named.search(path.read_text(encoding="utf-8"))] == []
+
+
 def without(package: str, room: Path) -> Path:
     """A folder whose sitecustomize hides a package from this process and those it starts."""
     folder = room / "hide"
@@ -583,6 +636,49 @@ def test_numbers_are_read_strictly(number: str) -> None:
         refused(mlxkv("compare", name, f"3,{number}"), *words)
     for name in ("--steps", "--threads"):
         refused(mlxkv("compare", name, number), f"'{name}': {number!r} is not a whole number")
+
+
+@pytest.mark.parametrize("command", ["compare", "locate", "inspect", "pitfalls"])
+def test_a_terminal_is_told_what_is_done_before_it_is_done(
+    tiny: Path, tmp_path: Path, command: str
+) -> None:
+    given = {
+        "inspect": [],
+        "pitfalls": ["--tokens", "99", "--other-tokens", "98"],
+    }.get(command, ["--tokens", "99"])
+    if command != "inspect":
+        given += ["--out", str(tmp_path / "out")]
+    environment = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
+    line = [sys.executable, "-m", "mlxkv", command, str(tiny), *given]
+    terminal, end = pty.openpty()
+    try:
+        subprocess.run(line, stdout=subprocess.DEVNULL, stderr=end, env=environment, timeout=120)
+        said = os.read(terminal, 4096).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert said[0] == "hashing model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "command", ["compare", "locate", "pitfalls", "selftest", "calibrate", "bench", "generate"]
+)
+def test_debug_is_for_one_command_and_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    seen = []
+
+    def fails(*_: object, **__: object) -> None:
+        seen.append(os.environ.get("MLXKV_DEBUG"))
+        raise Refusal("no")
+
+    monkeypatch.setattr(checkpoint, "_found", fails)
+    given = [] if command in ("bench", "generate") else ["--out", tmp_path]
+    given += ["--no-tiny"] if command in ("selftest", "calibrate") else []
+    loud, quiet = (mlxkv(command, "x", *given, *debug) for debug in (["--debug"], []))
+    assert (seen[0], seen[1] or None) == ("1", None)
+    assert loud.stderr.startswith("Traceback (most recent call last):\n")
+    assert loud.stderr.splitlines()[-1] == quiet.stderr.rstrip() == "error: no"
 
 
 def test_help_imports_nothing_heavy() -> None:

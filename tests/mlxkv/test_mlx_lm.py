@@ -504,7 +504,7 @@ def test_mlx_lm_that_is_not_there_is_refused_before_the_oracle_is_asked(
     done = compare(
         folder_of("gqa"), "--tokens", "1,2", "--engine", "mlx-lm", "--out", tmp_path / "out", **env
     )
-    refused(done, "mlx-lm is not installed: pip install 'mlxkv[port]'")
+    refused(done, "mlx-lm is not installed; pip install -c constraints.txt '.[port]' in a clone")
     assert not (tmp_path / "cache" / "oracle").exists()
 
 

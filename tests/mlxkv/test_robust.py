@@ -265,11 +265,9 @@ def test_weights_that_are_not_finite_are_refused_by_the_tensors_name(
     weights[name] = np.array(weights[name])
     weights[name][1, 2] = value
     folder = models.save(tmp_path / "m", config, weights)
-    for dtype in ("float32", "float64", "bfloat16"):
-        with pytest.raises(
-            Refusal, match=rf"{name} holds NaN or infinity in {dtype}, expected finite weights"
-        ):
-            load(folder, dtype)
+    odd = "NaN" if np.isnan(value) else "infinity"
+    with pytest.raises(Refusal, match=rf"{name} holds {odd}, expected finite weights"):
+        load(folder, "float32")
 
 
 def test_a_weight_too_large_for_the_runs_dtype_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from folders import CONFIG, INDEX, SHARDS, aged, arrays, folder_of, refusal, refused
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from oracle.formats.errors import Refusal
 from oracle.model import fingerprint
@@ -445,3 +447,42 @@ def test_an_odd_end_of_text_is_refused_by_its_file(tmp_path: Path, odd: object, 
     found = resolve(str(folder))
     expected = "expected a token id or a list of them; correct it"
     assert refusal(lambda: found.eos_ids) == f"{path}: eos_token_id is {odd!r}, {expected}"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("odd", ["NaN", "infinity", "-infinity", None])
+def test_weights_that_are_not_finite_are_refused_by_tensor_and_file_and_that_is_kept(
+    tmp_path: Path, cache: Path, dtype: str, odd: str | None
+) -> None:
+    folder = folder_of(tmp_path / "m")
+    # More than is read at once, and the odd one alone at the end, or at the start.
+    large = torch.linspace(-3, 2, 600_000, dtype=torch.float64)
+    if odd:
+        large[-1 if odd == "NaN" else 0] = float(odd.replace("infinity", "inf"))
+    stored = {n: torch.tensor(a) for n, a in arrays().items()}
+    stored |= {"model.norm.weight": large.to(getattr(torch, dtype))}
+    stored |= {"ids": torch.full((3,), -1, dtype=torch.int32)}  # as a float it would be NaN
+    save_torch(stored, folder / "model.safetensors")
+    aged(folder)
+    for _ in range(2):
+        if odd is None:
+            found = resolve(str(folder)).largest
+            assert (found["model.norm.weight"], found["ids"]) == (3.0, 0.0)
+            assert found["lm_head.weight"] == float(np.abs(arrays()["lm_head.weight"]).max())
+        else:
+            what = f"model.norm.weight holds {odd.strip('-')}, expected finite weights"
+            remedy = "download or save it again"
+            assert refused(folder) == f"{folder}/model.safetensors: {what}; {remedy}"
+        assert len(os.listdir(cache / "fingerprints")) == 1
+
+
+@pytest.mark.parametrize("meta", [{"total_size": 5}, [], "pt", {"format": None}])
+def test_metadata_that_safetensors_does_not_read_is_refused(tmp_path: Path, meta: object) -> None:
+    path = folder_of(tmp_path / "m") / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    text = json.dumps({"__metadata__": meta} | json.loads(whole[8 : 8 + length])).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    line = refused(tmp_path / "m")
+    assert line.startswith(f"{path}: not a whole safetensors file of ")
+    assert "(__metadata__ is " in line

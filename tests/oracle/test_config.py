@@ -615,3 +615,21 @@ def test_the_frequencies_that_old_checkpoints_carry_are_ignored(tmp_path):
 
 def test_the_taps_are_those_of_the_trace_format_in_its_order():
     assert tuple(read_config(models.config_of("gqa")).taps(1)) == TAPS
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "hidden_act", "rope_theta", "head_dim"])
+def test_a_null_is_an_absent_key_to_transformers_too(key):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values = models.config_of("mha") | {key: None}
+    given = LlamaConfig.from_dict(effective(values))
+    assert LlamaForCausalLM(given).config.to_dict() == given.to_dict()
+    assert read_config(values) == read_config({k: v for k, v in values.items() if k != key})
+
+
+def test_an_eps_that_is_null_is_one_line():
+    with pytest.raises(Refusal) as caught:
+        read_config(models.config_of("mha") | {"rms_norm_eps": None})
+    what = "rms_norm_eps is null, expected a number above 0"
+    remedy = "correct config.json, or take the key out for 1e-06"
+    assert str(caught.value) == f"config.json: {what}; {remedy}"

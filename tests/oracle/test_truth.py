@@ -17,9 +17,10 @@ from oracle.formats.errors import Refusal
 from oracle.formats.plan import judged_plans
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
+from oracle.question import ask
 from oracle.truth import llama as truth
 from oracle.truth import record
-from oracle.truth.config import Config, read_config
+from oracle.truth.config import Config, checked, read_config
 from oracle.truth.rope import Llama3
 from oracle.truth.weights import Weights
 
@@ -243,16 +244,14 @@ def test_weights_are_rounded_to_the_runs_dtype_first(checkpoints, tmp_path):
     assert np.abs(logits(checkpoints["gqa"])[0] - expected).max() > 1e-3
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (1e6, "float16")])
-def test_a_weight_that_is_not_finite_is_named(tmp_path, value, dtype):
+def test_a_weight_that_is_not_finite_in_its_dtype_is_named(tmp_path):
     config = models.config_of("mha")
     tensors = models.tensors_of(config)
-    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = value
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = 1e6
     checkpoint = resolve(str(models.write(tmp_path / "m", config, tensors)))
-    with pytest.raises(
-        Refusal, match=rf"model\.layers\.2\.mlp\.up_proj\.weight: not finite in {dtype}"
-    ):
-        logits(checkpoint, dtype=dtype)
+    name = r"model\.layers\.2\.mlp\.up_proj\.weight"
+    with pytest.raises(Refusal, match=rf"{name}: not finite in float16"):
+        logits(checkpoint, dtype="float16")
 
 
 def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path):
@@ -260,9 +259,18 @@ def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path):
     tensors = models.tensors_of(config)
     same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     other = same | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 1.001}
-    logits(resolve(str(models.write(tmp_path / "same", config, same))))
-    with pytest.raises(Refusal, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        logits(resolve(str(models.write(tmp_path / "other", config, other))))
+    found = resolve(str(models.write(tmp_path / "same", config, same)))
+    checked(found)
+    logits(found)
+    place = models.write(tmp_path / "other", config, other)
+    with pytest.raises(Refusal) as caught:
+        checked(resolve(str(place)))
+    differs = "lm_head.weight differs from model.embed_tokens.weight though tie_word_embeddings is"
+    remedy = "correct tie_word_embeddings in config.json, or take the head out"
+    assert str(caught.value) == f"{place}/model.safetensors: {differs} true; {remedy}"
+    half = same | {"lm_head.weight": same["lm_head.weight"].bfloat16()}
+    with pytest.raises(Refusal, match=r"lm_head\.weight differs from"):
+        checked(resolve(str(models.write(tmp_path / "half", config, half))))
 
 
 def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
@@ -308,3 +316,18 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     torch.testing.assert_close(
         final @ weights.head(config).T, torch.tensor(made.logits), rtol=0, atol=1e-14
     )
+
+
+def test_a_weight_that_its_dtype_cannot_hold_is_refused_before_anything_runs(tmp_path):
+    config = models.config_of("mha")
+    tensors = models.tensors_of(config)
+    tensors["model.norm.weight"][3] = -65520.0
+    place = str(models.write(tmp_path / "m", config, tensors))
+    for dtype in ("float32", "bfloat16"):
+        ask(place, tokens=(1, 2), dtype=dtype)
+    with pytest.raises(Refusal) as caught:
+        ask(place, tokens=(1, 2), dtype="float16")
+    what = "model.norm.weight holds 65520, which is infinite in float16, expected finite weights"
+    assert str(caught.value) == f"{place}/model.safetensors: {what}; use another --dtype"
+    tensors["model.norm.weight"][3] = 65519.0
+    ask(str(models.write(tmp_path / "n", config, tensors)), tokens=(1, 2), dtype="float16")

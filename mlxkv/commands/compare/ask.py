@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxkv.engines import oracle
 from mlxkv.engines.process import Finished
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from oracle.formats import run_folder
@@ -28,7 +28,8 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others.
+    `name` tells one of several requests from the others. `has_oracle` says that the command has
+    the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -46,6 +47,7 @@ class Request:
     engine: str = "port"
     prompt_tokens: int | None = None
     name: str | None = None
+    has_oracle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
     first = requests[0]
     if first.oracle is not None:
         return [_given(first, first.oracle)]
-    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=first.ignore_keys)
+    elsewhere = ", or give --oracle DIR with a folder made elsewhere"
+    oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
+    keys = first.ignore_keys
+    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
     beyond = ""
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
@@ -95,12 +100,14 @@ def _asked(request: Request, question: oracle.Question) -> Answer:
 
 def _given(request: Request, folder: Path) -> Answer:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
+    say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
     _require_same(request, manifest, folder / "manifest.json")
     checkpoint = resolve(
         request.model or manifest.source,
         revision=request.revision or manifest.revision,
         ignore_keys=request.ignore_keys or tuple(manifest.ignored_keys),
+        progress=steps(),
     )
     if request.engine == "port":
         require_llama(checkpoint)
@@ -114,6 +121,7 @@ def _given(request: Request, folder: Path) -> Answer:
 
 def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) -> None:
     prompt_ids = manifest.tokens[: manifest.prompt_tokens]
+    remedy = "leave the option out or make another folder"
     for name, wanted, found in (
         ("prompt", request.prompt, manifest.prompt),
         ("tokens", None if request.tokens is None else list(request.tokens), prompt_ids),
@@ -121,11 +129,9 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
     ):
         if wanted is not None and wanted != found:
             what = f"{name} is {found!r}, expected {wanted!r} as asked for"
-            remedy = f"leave --{name} out or make another folder"
             raise Refusal(what, where=where, remedy=remedy)
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
-            remedy = "leave the option out or make another folder"
             raise Refusal(f"{where} has its own plans", where=f"--{name}", remedy=remedy)
 
 
@@ -145,7 +151,9 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         steps = DEFAULT_STEPS if steps is None else steps
         _require_room(ids, steps, checkpoint, beyond)
     except Refusal as error:
-        raise Refusal(f"prompt {request.name}: {error}" if request.name else str(error)) from error
+        if request.name is None:
+            raise
+        raise Refusal(str(error), where=f"prompt {request.name}") from error
     return oracle.Question(
         checkpoint=checkpoint,
         prompt=prompt,
@@ -164,7 +172,10 @@ def _sequence(request: Request, checkpoint: Checkpoint) -> tuple[str | None, lis
         return None, list(request.tokens)
     tokenizer = tokenizers.load(checkpoint.folder)
     if tokenizer is None:
-        what, remedy = "no tokenizer.json, expected one for --prompt", "give the ids with --tokens"
+        remedy = "give the ids with --tokens"
+        if request.name is not None:
+            remedy = 'give --prompts a FILE with ids, in lines such as {"tokens": [1, 2]}'
+        what = "no tokenizer.json, expected one for a prompt of text"
         raise Refusal(what, where=checkpoint.folder, remedy=remedy)
     if tokenizer.warning is not None:
         print(f"warning: {tokenizer.warning}", file=sys.stderr)

@@ -15,7 +15,7 @@ from mlxkv.commands.pitfalls import behaviour, page, scenarios
 from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen
 from mlxkv.commands.pitfalls.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting
 from mlxkv.engines import job, machine, oracle, process
-from mlxkv.engines.progress import announce, say
+from mlxkv.engines.progress import announce, say, steps
 from mlxkv.judge.case import read_case
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
@@ -82,8 +82,8 @@ def run(request: Request) -> Matrix:
     """Asks the oracle how the talks should go, runs all systems, and looks at what came."""
     machine.require_device(request.device)
     machine.require_mlx_lm()
-    oracle.require_torch(or_folder=False)
-    checkpoint = request.checkpoint()
+    oracle.require_torch()
+    checkpoint = request.checkpoint(steps())
     first, second = _prompts(request, checkpoint)
     setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
     draft = setting(right=(0,) * request.steps)

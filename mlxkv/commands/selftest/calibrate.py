@@ -12,7 +12,7 @@ from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny, Wanted
 from mlxkv.commands.selftest.readings import Range, Reading, ranges
 from mlxkv.commands.selftest.run import question, random_ids
 from mlxkv.engines import machine, oracle, process
-from mlxkv.engines.progress import announce, say
+from mlxkv.engines.progress import announce, say, steps
 from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
 from mlxkv.report.publish import Report
@@ -90,13 +90,13 @@ _Prompts = list[tuple[Checkpoint, list[int]]]
 def run(request: Request) -> Calibration:
     """MODEL on `seeds` random prompts; and as many random models of each kind on one each."""
     machine.require_device("cpu")
-    oracle.require_torch(or_folder=False)
+    oracle.require_torch()
     found: list[Range] = []
     accused: list[str] = []
     models: dict[str, list[str]] = {}
     port: dict[str, Any] = {}
     host: dict[str, Any] = {}
-    checkpoint = request.checkpoint() if request.real else None
+    checkpoint = request.checkpoint(steps()) if request.real else None
     _announce(request, checkpoint)
     with process.scratch() as room:
         for name, prompts in _models(request, checkpoint, room):

@@ -15,7 +15,7 @@ from mlxkv.commands.selftest import page, worker
 from mlxkv.commands.selftest.models import LAYOUTS, STDS, Tiny, Wanted
 from mlxkv.commands.selftest.trial import PLAIN, RIGHTS, Trial, unseen
 from mlxkv.engines import machine, oracle, process
-from mlxkv.engines.progress import announce, say
+from mlxkv.engines.progress import announce, say, steps
 from mlxkv.judge import power
 from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
@@ -110,7 +110,7 @@ def write_power(path: Path, done: Selftest) -> None:
 def run(request: Request) -> Selftest:
     """Every model in turn, each in a process of its own."""
     machine.require_device("cpu")
-    oracle.require_torch(or_folder=False)
+    oracle.require_torch()
     faults = _known(request.faults)
     checkpoint = _unpacked(request) if request.real else None
     _announce(request, checkpoint, faults)
@@ -146,7 +146,7 @@ def _known(names: Sequence[str]) -> int:
 
 def _unpacked(request: Request) -> Checkpoint:
     """The model, whose weights can be changed; refused where they are packed."""
-    checkpoint = request.checkpoint()
+    checkpoint = request.checkpoint(steps())
     if checkpoint.packed:
         raise Refusal(
             f"{checkpoint.folder}: packed weights ({checkpoint.note}), expected plain floats, "
