@@ -17,19 +17,27 @@ if TYPE_CHECKING:
     from mlxkv.port.config.llama import LlamaConfig
     from mlxkv.port.llama import Llama
     from mlxkv.port.weights import load
+    from oracle.formats.errors import Refusal
 
-__all__ = ["Cache", "CacheError", "Llama", "LlamaConfig", "load", "testing"]
+    __version__: str
+
+__all__ = ["Cache", "CacheError", "Llama", "LlamaConfig", "Refusal", "load", "testing"]
 
 _HOMES = {
-    "Cache": "cache",
-    "CacheError": "cache",
-    "Llama": "llama",
-    "LlamaConfig": "config.llama",
-    "load": "weights",
+    "Cache": "mlxkv.port.cache",
+    "CacheError": "mlxkv.port.cache",
+    "Llama": "mlxkv.port.llama",
+    "LlamaConfig": "mlxkv.port.config.llama",
+    "Refusal": "oracle.formats.errors",
+    "load": "mlxkv.port.weights",
 }
 
 
 def __getattr__(name: str) -> "Any":
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mlxkv")
     if name != "testing" and name not in _HOMES:
         raise AttributeError(f"module 'mlxkv' has no attribute {name!r}")
     from importlib import import_module
@@ -37,11 +45,11 @@ def __getattr__(name: str) -> "Any":
     require_oracle()
     if name == "testing":
         return import_module("mlxkv.testing")
-    return getattr(import_module(f"mlxkv.port.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> "list[str]":
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])
 
 
 def require_oracle() -> None:

@@ -63,6 +63,13 @@ def _report(what: str) -> Option:
 
 
 _out = option("--out", "Where the report goes.", type=FOLDER, default=Path("mlxkv-report"))
+_debug = option(
+    "--debug",
+    "Pass on what an engine prints, and show whole tracebacks, on stderr.",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda _, __, given: os.environ.update({exits.DEBUG: "1"} if given else {}),
+)
 _device = option(
     "--device", "Where MLX runs.", type=click.Choice(["auto", "gpu", "cpu"]), default="auto"
 )
@@ -76,6 +83,7 @@ _model = options(
         metavar="NAME",
         multiple=True,
     ),
+    _debug,
 )
 _run = options(
     option("--prompt", "Text to start from  [default: The capital of France is]"),
@@ -337,6 +345,50 @@ def doctor(as_json: bool) -> None:
     sys.exit(exit_code)
 
 
+@cli.group()
+def store() -> None:
+    """Show what is kept in the cache folder, or clear it."""
+
+
+@store.command("list")
+@_json("the same")
+def list_store(as_json: bool) -> None:
+    """List what is kept, with sizes and ages, the newest last.
+
+    Converted models, the oracle's answers and suspects, hashes of weights, and what runs work in
+    or have left where they were killed. Ages are those of the last use, or of the making.
+    """
+    from mlxkv.commands import store as room
+
+    _print(room.listing(as_json=as_json))
+
+
+@store.command("clear")
+@option(
+    "--kind",
+    "Only this kind; may be given again  [default: all]",
+    into="kinds",
+    type=click.Choice(["models", "oracle", "suspects", "fingerprints", "runs"]),
+    multiple=True,
+)
+@option("--older-than", "Only what is older, such as 90m, 12h, 30d or 2w.", metavar="AGE")
+@option("--yes", "Remove without asking.", is_flag=True)
+def clear_store(kinds: tuple[str, ...], older_than: str | None, yes: bool) -> None:
+    """Remove what is kept, and say what that freed; it is made again where it is needed.
+
+    What a running process uses is left alone, and so is everything that mlxkv did not name.
+    """
+    from mlxkv.commands import store as room
+
+    entries = room.clearing(kinds, older_than)
+    if not room.confirmed(entries, yes=yes):
+        _print("nothing removed\n")
+        return
+    text, exit_code = room.clear(entries)
+    _print(text)
+    sys.exit(exit_code)
+
+
 def _request(
     prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
 ) -> Request:
@@ -368,10 +420,14 @@ def _print(text: str) -> None:
 
 def invoke(arguments: Sequence[str]) -> int:
     """The exit code of one command line, run in this process."""
-    return exits.invoke(cli, arguments)
+    before = {name: os.environ[name] for name in (exits.DEBUG,) if name in os.environ}
+    try:
+        return exits.invoke(cli, arguments)
+    finally:
+        os.environ.pop(exits.DEBUG, None)  # that of --debug was this command's alone
+        os.environ.update(before)
 
 
 def main() -> None:
-    """The console script."""
     exits.answer_signals()
     exits.console(cli)

@@ -43,7 +43,7 @@ def assert_agrees(
     a Llama can be judged in float64, by algebra alone.
 
     Raises an AssertionError with what `mlxkv compare` would print; and a ValueError
-    (`oracle.formats.errors.Refusal`) where there is nothing to judge.
+    (`mlxkv.Refusal`) where there is nothing to judge.
     """
     folder = Path(oracle_dir)
     case = read_case(folder)
@@ -89,18 +89,14 @@ def _read(found: Trace | str | Path) -> Trace:
     return found if isinstance(found, Trace) else trace.read(found)
 
 
-def _follower(model: object, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
-    """What makes the model's trace of a plan."""
+def _follower(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
     machine.require_mlx()
-    from mlxkv.port.llama import Llama
-
-    return _of_llama(model, dtype) if isinstance(model, Llama) else _of_another(model, case, dtype)
-
-
-def _of_llama(model: Any, dtype: str | None) -> Callable[[Plan], Trace]:
     from mlxkv.engines import port
+    from mlxkv.port.llama import Llama
     from mlxkv.port.ops import name_of
 
+    if not isinstance(model, Llama):
+        return _of_another(model, case, dtype)
     own = name_of(model.dtype)
     if dtype not in (None, own):
         raise Refusal(f"dtype: {dtype!r}, expected {own!r} as the model's own; load it in {dtype}")

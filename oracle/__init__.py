@@ -16,7 +16,6 @@ __all__ = ["Plan", "Trace", "plan", "run", "trace"]
 
 
 def __getattr__(name: str) -> "Any":
-    """The public names, imported when they are first used."""
     from importlib import import_module
 
     if name not in __all__:

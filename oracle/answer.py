@@ -157,7 +157,6 @@ def _whole(made: Trace) -> Trace:
 def _measure(
     question: Question, folder: Path, pool: _Pool, progress: Progress
 ) -> tuple[Trace, dict[str, float]]:
-    """The truth, or the mean in its place, and its proofs."""
     plan, config = pool.plans["full"], question.config
     if isinstance(config, Neighbour):
         made = mean.write(folder / MEAN, plan, pool.members, environment=pool.environment)

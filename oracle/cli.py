@@ -211,5 +211,4 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
     exits.console(cli)

@@ -70,7 +70,6 @@ class Question(Inputs):
 
     @property
     def length(self) -> int:
-        """Tokens of the judged sequence."""
         return len(self.tokens) + max(0, self.steps - 1)
 
     def sequence(self, generated: Sequence[int]) -> list[int]:

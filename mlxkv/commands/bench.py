@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mlxkv.engines.progress import bar
+from mlxkv.engines import machine
+from mlxkv.engines.progress import bar, say, steps
 from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
@@ -56,8 +57,11 @@ class Speed:
 
 
 def run(request: Request, *, as_json: bool) -> str:
-    """What `bench` prints."""
-    checkpoint = request.checkpoint()
+    machine.require_device(request.device)
+    machine.require_mlx_lm()
+    checkpoint = request.checkpoint(steps())
+    turns = f"{request.rounds} turns of each engine at {len(request.prefill)} lengths"
+    say(f"bench: {turns} on {checkpoint.name}, after both have loaded it")
     measured, environment = speeds(checkpoint, request)
     if not as_json:
         return text(checkpoint.name, measured, environment)
@@ -120,7 +124,6 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
 
 
 def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
-    """The table that a person reads."""
     blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (
@@ -142,8 +145,6 @@ def serve(engine: str, folder: str, dtype: str, device: str, *ignore_keys: str) 
 
     Both engines are fed the same made-up tokens.
     """
-    from mlxkv.engines import machine
-
     environment = machine.prepare(device)
     vocab, begin = (
         _port(folder, dtype, ignore_keys) if engine == "mlxkv" else _mlx_lm(folder, dtype)

@@ -51,7 +51,6 @@ class Checked:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of it."""
         return (*self.differences, *self.remarks)
 
 

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.engines import machine
+from mlxkv.engines import machine, progress
 from mlxkv.report.text import clip, quoted
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.model import tokenizer
 from oracle.model.cache_folder import cache_dir
 from oracle.model.checkpoint import Checkpoint, Named
@@ -28,7 +28,7 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 def generate(named: Named, prompt: str, steps: int, *, dtype: str, device: str) -> Iterator[str]:
     """Greedy text, piece by piece; ends early at any of the model's own end-of-text tokens."""
-    checkpoint = named.checkpoint()
+    checkpoint = named.checkpoint(progress.steps())
     words = tokenizer.load(checkpoint.folder)
     if words is None:
         what = "no tokenizer.json, expected one, as generate starts from text and prints text"
@@ -66,10 +66,9 @@ def _greedy(port: Llama, ids: list[int], steps: int, ends: frozenset[int]) -> It
 
 
 def inspect(named: Named, *, as_json: bool) -> str:
-    """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
 
-    checkpoint = named.checkpoint()
+    checkpoint = named.checkpoint(progress.steps())
     config = LlamaConfig.of(checkpoint)
     facts = _of_checkpoint(checkpoint) | _of_config(config)
     if as_json:
@@ -199,10 +198,7 @@ def _found_here() -> dict[str, Any]:
             faster = "install Debian's libblis4-pthread or PyPI's mkl"
             advice.append(f"a faster BLAS makes MLX up to 40 times faster: {faster}")
     if not can_run:
-        advice.append(
-            "in a clone of mlxkv's repository `pip install -c constraints.txt '.[all]'` brings "
-            "both engines; [port] and [oracle] bring one"
-        )
+        advice.append(f"{install('all')} brings both engines; [port] and [oracle] bring one")
     writable = os.access(_existing(cache_dir()), os.W_OK)
     cache = {"folder": str(cache_dir()), "writable": writable}
     rest = {"device_error": failed, "cache": cache, "advice": advice}

@@ -15,7 +15,7 @@ from mlxkv.engines.progress import say
 from oracle.formats import disk, run_folder
 from oracle.formats.errors import Refusal, install
 from oracle.formats.run_folder import Inputs
-from oracle.model.cache_folder import cache_dir
+from oracle.model.cache_folder import cache_dir, in_use
 from oracle.model.checkpoint import Checkpoint
 
 
@@ -57,7 +57,7 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
     require_torch()
     asked = question.checkpoint
     digest = run_folder.inputs_digest(asked.fingerprint, asked.config_digest, question)
-    folder = cache_dir() / "oracle" / digest[:32]
+    folder = in_use("oracle") / digest[:32]
     lock = cache_dir() / "locks" / digest[:32]
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _made(question: Question, folder: Path, digest: str) -> Answer:
 
 def suspects_folder(manifest: run_folder.Manifest) -> Path:
     """Where the usual suspects of a run folder are kept."""
-    return cache_dir() / "suspects" / run_folder.suspects_digest(manifest)[:32]
+    return in_use("suspects") / run_folder.suspects_digest(manifest)[:32]
 
 
 def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Finished:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from oracle.formats.progress import Progress
+
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -14,11 +16,30 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Bar(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda n: progress.advance(task, n)
+
+
+def announce(what: str, seconds: float) -> None:
+    """What is about to be done, and about how long it takes on two cores, for a person."""
+    minutes = max(1, round(seconds / 60))
+    about = f"{minutes} min" if seconds >= 90 else f"{max(1, round(seconds / 10)) * 10} s"
+    say(f"{what}: about {about} on two cores")
+
+
+def steps() -> Progress:
+    """Progress that says each piece of work once, when it begins: a download, a conversion."""
+    begun: list[str] = []
+
+    def step(what: str, done: int, total: int) -> None:
+        if what not in begun:
+            begun.append(what)
+            say(what)
+
+    return step
 
 
 def say(text: str) -> None:

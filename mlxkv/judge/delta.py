@@ -44,7 +44,8 @@ _CHUNKED: tuple[tuple[Key, Key], ...] = (
 class Figures:
     """What other tools report of a run against the truth, over all its rows.
 
-    KL is in nats, the mean of the rows.
+    KL is in nats, the mean of the rows. `nmse_db` is minus infinity where nothing differs. What
+    rounding alone would put beyond its range (a cosine above 1, a KL below 0) is at its end.
     """
 
     plan: str
@@ -67,7 +68,6 @@ class Run:
 
     @property
     def page_name(self) -> str:
-        """What the page calls the plan."""
         return _PAGE_NAMES.get(self.plan, self.plan)
 
     def __str__(self) -> str:
@@ -131,8 +131,8 @@ def figures(
             max_abs=float(np.max(largest)),
             rms=float(np.sqrt(squares["e"] / (count * vocab))),
             nmse_db=float(10 * np.log10(np.divide(squares["e"], squares["t"]))),
-            cosine=float(np.divide(squares["xt"], norms)),
-            kl=kl / count,
+            cosine=float(np.clip(np.divide(squares["xt"], norms), -1, 1)),
+            kl=float(np.maximum(kl / count, 0)),
             top1_equal=top1,
             top5_equal=top5,
         )

@@ -174,7 +174,6 @@ def _unread(yardstick: Yardstick, step: Trace | None) -> tuple[str | None, list[
 
 
 def _unproved(trace: Trace) -> str | None:
-    """Why a float64 run proves nothing."""
     for name, error in sorted(trace.meta.probes.items()):
         if not within(error, limits.PROBE):
             what = f"float64 probe {name} is {error} off numpy"
@@ -219,7 +218,6 @@ def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
 def _by_position(
     case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
-    """The worst of `ratios`, one per position in `at`."""
     worst, first = int(np.argmax(ratios)), _first(at[~(ratios <= limit)])  # NaN is the largest
     value, position = float(ratios[worst]), int(at[worst])
     return Gate(name, plan, value, limit, position, case.text(position), first=first)
@@ -237,5 +235,4 @@ def _first(positions: Array) -> int | None:
 
 
 def _not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
-    """A gate without a value, and why."""
     return Gate(name, plan, float("nan"), limit, reason=reason)

@@ -19,17 +19,14 @@ class Prompts:
 
     @property
     def outcome(self) -> Outcome:
-        """Of the worst prompt."""
         return join(v.outcome for v in self.verdicts.values())
 
     @property
     def exit_code(self) -> int:
-        """Of the worst prompt."""
         return EXIT_CODES[self.outcome]
 
     @property
     def worst(self) -> str:
-        """Its name."""
         return self.worst_first[0]
 
     @property

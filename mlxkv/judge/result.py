@@ -81,7 +81,6 @@ class Gate:
 
     @property
     def ran(self) -> bool:
-        """Whether there is a value at all."""
         return self.reason is None
 
     @property
@@ -251,7 +250,7 @@ def join(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def plain(value: Any) -> Any:
-    """Plain JSON values, of dataclasses too; numbers that are not finite are null."""
+    """Plain JSON values, of dataclasses too; what is not finite is null, no zero is negative."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
@@ -259,5 +258,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value + 0.0 if math.isfinite(value) else None
     return value

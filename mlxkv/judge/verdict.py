@@ -103,7 +103,6 @@ def _gates(
     runs: Mapping[str, Trace],
     exact: Mapping[str, Trace],
 ) -> tuple[list[Gate], list[str]]:
-    """Every gate in order, and the doubts that arose in measuring."""
     gates, doubts = algebra_gates(yardstick, exact)
     for plan, run in measures.items():
         gates += logit_gates(yardstick, plan, run)
@@ -141,7 +140,6 @@ def _outcome(gates: Sequence[Gate], reasons: Sequence[str], trusted: Trust) -> O
 
 
 def _covered(gates: Sequence[Gate]) -> tuple[Scope, ...]:
-    """The scopes of which every gate ran."""
     of = {scope: [g for g in gates if g.scope == scope] for scope in SCOPES}
     return tuple(scope for scope in SCOPES if of[scope] and all(g.ran for g in of[scope]))
 

@@ -142,7 +142,7 @@ def _pairs(
     )
     head: tuple[str, ...] = _PAIRS
     text = ["", how, ""]
-    rows = [[str(p.a), str(p.b), *phrases.pair_cells(p), f"{p.max_abs_ref:.3f}"] for p in pairs]
+    rows = [[str(p.a), str(p.b), *phrases.pair_cells(p), f"{p.max_abs_ref:z.3f}"] for p in pairs]
     if values:
         text += ["On the page, candle 0.11.0 stands where this engine stands here.", ""]
         head = (*_PAIRS, "on the page")

@@ -5,6 +5,7 @@ Pure functions: no clock, no file and no machine is read, so the same run gives 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mlxkv.judge.delta import Figures, Pair
@@ -29,7 +30,6 @@ class Side:
 
 
 def side(meta: Meta) -> Side:
-    """The engine that a trace is of."""
     named, mlx = f"{meta.engine} {meta.engine_version}".strip(), meta.environment.get("mlx")
     blas = str(meta.environment.get("blas", "")).split(" (")[0]
     # The port is part of this program; whose model else runs on MLX must be said.
@@ -41,7 +41,6 @@ def side(meta: Meta) -> Side:
 
 
 def oracle_side(manifest: Manifest) -> Side:
-    """The oracle that a folder is of."""
     version = manifest.environment.get("torch")
     what = "transformers alone: no truth for this architecture"
     if manifest.has_truth:
@@ -53,7 +52,6 @@ def oracle_side(manifest: Manifest) -> Side:
 
 
 def sentence(verdict: Verdict) -> str:
-    """The verdict in one line."""
     alone = verdict.against == "transformers"
     if verdict.outcome == "agree":
         return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
@@ -94,13 +92,13 @@ def controls(verdict: Verdict) -> str:
 def _control(control: Control) -> str:
     other = {"agree": "differs", "differ": "agrees"}[control.expected]
     did = f"{control.expected}s" if control.passed else f"{other}, must {control.expected}"
-    return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
+    return f"{control.name}: {did} ({control.quantity} {control.value:z.3g})"
 
 
 def figure_cells(figures: Figures) -> list[str]:
     """NMSE in dB, 1 - cosine, KL in nats."""
-    f = figures
-    return [f"{f.nmse_db:.1f}", number(1 - f.cosine), number(f.kl)]
+    f, equal = figures, figures.nmse_db == -math.inf
+    return ["exact" if equal else f"{f.nmse_db:z.1f}", number(1 - f.cosine), number(f.kl)]
 
 
 def pair_cells(pair: Pair) -> list[str]:
@@ -110,7 +108,6 @@ def pair_cells(pair: Pair) -> list[str]:
 
 
 def prompt(manifest: Manifest) -> str:
-    """The prompt as text, or how many ids it has."""
     if manifest.prompt is not None:
         return quoted(manifest.prompt)
     if manifest.texts:

@@ -142,7 +142,6 @@ def _colours(figure: Any, axes: Any, columns: Any, edges: Any, limit: float) -> 
 
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[Any]:
-    """A figure in inches, under our settings."""
     matplotlib = load()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         # Glyphs are missing from the font, which only measures the text.

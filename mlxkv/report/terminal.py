@@ -55,7 +55,6 @@ def _tables(verdict: Verdict) -> list[str]:
 
 
 def _last(verdict: Verdict, report: str | None) -> list[str]:
-    """The verdict, and where the report went."""
     engine = verdict.subject.engine
     # Reasons stand above already.
     doubt = verdict.outcome == "cannot tell" and verdict.reasons

@@ -38,7 +38,6 @@ def clip(text: str, most: int) -> str:
 
 
 def number(value: float) -> str:
-    """A measured distance, three digits."""
     return "0" if value == 0 else f"{value:.2e}"
 
 
@@ -50,10 +49,10 @@ def power(value: float, *, digits: int = 1) -> str:
 def ordered(value: float, limit: float) -> tuple[str, str]:
     """Value and limit with as many digits as it takes to see which is larger."""
     if math.isnan(value) or limit == 0:
-        return f"{value:g}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
+        return f"{value:zg}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
     kind = "f" if value < 1e5 else "e"
     for digits in range(2, 18):
-        shown = f"{value:.{digits}{kind}}", f"{limit:.{digits}f}"
+        shown = f"{value:z.{digits}{kind}}", f"{limit:.{digits}f}"
         if limit < 1e-3:
             shown = f"{value:.{digits - 1}e}", f"{limit:g}"
         if _order(float(shown[0]), float(shown[1])) == _order(value, limit):
@@ -99,7 +98,6 @@ def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
 
 
 def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
-    """A Markdown table, aligned in its source too."""
     rule = ["---" if i in left else "--:" for i in range(len(head))]
     lines = _aligned([head, rule, *rows], left)
     lines[1] = [cell.replace(" ", "-") for cell in lines[1]]
@@ -119,7 +117,6 @@ def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], .
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Several runs' surroundings, side by side."""
     return side_by_side([(name, environment_rows(one)) for name, one in environments.items()])
 
 

@@ -183,16 +183,35 @@ def _claimed(folder: Path, stack: contextlib.ExitStack) -> Path | None:
     return None
 
 
-def _sweep(folder: Path) -> None:
+@contextmanager
+def unheld(path: Path) -> Iterator[bool]:
+    """Whether no process holds the lock of a file or folder, which is ours within the block then.
+
+    What is not there is held by nobody.
+    """
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        yield isinstance(error, FileNotFoundError)
         return
     try:
-        if _locked(handle):
-            shutil.rmtree(folder, ignore_errors=True)
+        yield _locked(handle)
     finally:
         os.close(handle)
+
+
+def held(folder: Path) -> int:
+    """A handle that keeps `unheld` from any process's hands while it is open, beside others'."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
+
+
+def _sweep(folder: Path) -> None:
+    with unheld(folder) as free:
+        if free:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(handle: int) -> bool:

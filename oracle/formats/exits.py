@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PARENT = "MLXKV_PARENT"
 """The environment variable in which mlxkv tells a process who started it."""
 
+DEBUG = "MLXKV_DEBUG"
+"""If it is set, our processes pass on what an engine prints, and show whole tracebacks."""
+
 
 def code_of(work: Callable[[], object]) -> int:
     """Does the work and gives its exit code; a refusal is printed as one line on stderr."""
@@ -39,6 +42,8 @@ def code_of(work: Callable[[], object]) -> int:
     except AlreadySaid:
         return 2
     except Refusal as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
         return _refused(str(error))
     except BrokenPipeError:
         # Whoever read our output has gone, as `head` does: Python must not complain at exit.
@@ -79,7 +84,6 @@ def invoke(command: click.Command, arguments: Sequence[str] | None = None) -> in
 
 
 def console(command: click.Command) -> None:
-    """The main of a console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:

@@ -178,7 +178,6 @@ class Plan:
                     held[cache] = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
         steps = json.loads(msgspec.json.encode(self.steps))
         return {"format": FORMAT, "name": self.name, "rows": self.rows, "steps": steps}
 
@@ -190,7 +189,6 @@ def from_json(value: Any, *, where: object = "plan") -> Plan:
 
 
 def read(path: Path) -> Plan:
-    """The plan in a JSON file."""
     return from_json(strict_json.read(path, remedy="check the path or write it again"), where=path)
 
 

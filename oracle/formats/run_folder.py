@@ -79,7 +79,6 @@ class Manifest:
 
     @property
     def title(self) -> str:
-        """The model's name, and what is to be said of it."""
         return f"{self.name} ({self.note})" if self.note else self.name
 
     @property
@@ -120,7 +119,6 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     distinct: int
 
     def to_json(self) -> dict[str, Any]:
-        """The metadata of the file."""
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
 
 

@@ -6,8 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from oracle.formats.disk import own_folder
+from oracle.formats.disk import held, own_folder
 from oracle.formats.errors import Refusal
+
+_HELD: dict[str, tuple[Path, int]] = {}
+"""The folders within the cache folder that this process uses, and the handles that say so."""
 
 
 def cache_dir() -> Path:
@@ -30,9 +33,23 @@ def part(name: str) -> Path:
     return folder
 
 
+def in_use(name: str) -> Path:
+    """`part`, which `mlxkv store clear` leaves alone until this process ends."""
+    folder = part(name)
+    before, handle = _HELD.get(name, (None, -1))
+    if before != folder:
+        try:
+            _HELD[name] = folder, held(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        if before is not None:
+            os.close(handle)
+    return folder
+
+
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of a converted model. If it is missing, `make` fills it, beside it until whole."""
-    models = part("models")
+    models = in_use("models")
     folder = models / name
     if folder.is_dir():
         return folder

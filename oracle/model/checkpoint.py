@@ -54,7 +54,6 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The config's path, for a message."""
         return str(self.folder / "config.json")
 
     @property
@@ -65,6 +64,11 @@ class Checkpoint:
         return stored | {name: packed.shape for name, packed in self.packed.items()}
 
     @property
+    def parameters(self) -> int:
+        """How many numbers the weights are, once unpacked."""
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+    @property
     def model_config(self) -> dict[str, Any]:
         """The config without its keys on packed weights, which `packed` holds already."""
         known = packing.KEYS if self.packed else ()
@@ -72,12 +76,10 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """As the config says."""
         return self._whole("vocab_size")
 
     @property
     def max_positions(self) -> int:
-        """As the config says."""
         return self._whole("max_position_embeddings")
 
     @property
@@ -196,9 +198,10 @@ class Named:
     revision: str | None = None
     ignore_keys: tuple[str, ...] = ()
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self, progress: Progress = silent) -> Checkpoint:
         """What is named; a Refusal where it is no Llama."""
-        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        keys = self.ignore_keys
+        found = resolve(self.model, revision=self.revision, ignore_keys=keys, progress=progress)
         require_llama(found)
         return found
 
@@ -212,7 +215,6 @@ def _opened(
     note: str = "",
     revision: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a Hugging Face folder."""
     path = folder / "config.json"
     if not os.path.exists(path):
         ggufs = sorted(p.name for p in folder.glob("*.gguf"))

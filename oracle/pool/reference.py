@@ -172,7 +172,6 @@ class _Run:
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 
     def follow(self, i: int, step: Step) -> Outcome:
-        """One step, to its outcome; its rows are kept."""
         chosen: list[int] = []
         caches = self._caches
         try:
@@ -209,7 +208,6 @@ class _Run:
         return arrays, lacks
 
     def _call(self, i: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """Keeps the rows of one forward call; returns the last."""
         cache = self._caches[name]
         held = _length(cache)
         given = {_CACHE: cache, "use_cache": cache is not None, "logits_to_keep": int(self._last)}
@@ -282,7 +280,6 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
 
 
 def _processor() -> str:
-    """The processor's name, without the machine's."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

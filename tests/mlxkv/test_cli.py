@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -25,7 +26,9 @@ from command import Done, mlxkv, oracle, refused, torch_python
 
 from mlxkv.engines import machine
 from oracle.formats import disk, trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call
+from oracle.model import checkpoint
 from oracle.model.checkpoint import resolve
 
 TOKENS = ["--tokens", "3,7,11,2,19", "--steps", "6"]
@@ -633,6 +636,49 @@ def test_numbers_are_read_strictly(number: str) -> None:
         refused(mlxkv("compare", name, f"3,{number}"), *words)
     for name in ("--steps", "--threads"):
         refused(mlxkv("compare", name, number), f"'{name}': {number!r} is not a whole number")
+
+
+@pytest.mark.parametrize("command", ["compare", "locate", "inspect", "pitfalls"])
+def test_a_terminal_is_told_what_is_done_before_it_is_done(
+    tiny: Path, tmp_path: Path, command: str
+) -> None:
+    given = {
+        "inspect": [],
+        "pitfalls": ["--tokens", "99", "--other-tokens", "98"],
+    }.get(command, ["--tokens", "99"])
+    if command != "inspect":
+        given += ["--out", str(tmp_path / "out")]
+    environment = os.environ | {"MLXKV_CACHE": str(tmp_path / "cache")}
+    line = [sys.executable, "-m", "mlxkv", command, str(tiny), *given]
+    terminal, end = pty.openpty()
+    try:
+        subprocess.run(line, stdout=subprocess.DEVNULL, stderr=end, env=environment, timeout=120)
+        said = os.read(terminal, 4096).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(end)
+    assert said[0] == "hashing model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "command", ["compare", "locate", "pitfalls", "selftest", "calibrate", "bench", "generate"]
+)
+def test_debug_is_for_one_command_and_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    seen = []
+
+    def fails(*_: object, **__: object) -> None:
+        seen.append(os.environ.get("MLXKV_DEBUG"))
+        raise Refusal("no")
+
+    monkeypatch.setattr(checkpoint, "_found", fails)
+    given = [] if command in ("bench", "generate") else ["--out", tmp_path]
+    given += ["--no-tiny"] if command in ("selftest", "calibrate") else []
+    loud, quiet = (mlxkv(command, "x", *given, *debug) for debug in (["--debug"], []))
+    assert (seen[0], seen[1] or None) == ("1", None)
+    assert loud.stderr.startswith("Traceback (most recent call last):\n")
+    assert loud.stderr.splitlines()[-1] == quiet.stderr.rstrip() == "error: no"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal, getcontext
@@ -25,12 +26,16 @@ from synthetic import (
     rows,
 )
 
+from mlxkv.commands.compare.delta import delta
 from mlxkv.judge import measure as measuring
 from mlxkv.judge.admission import asked, by_plan, cache_reasons, case_reasons, trace_reasons
 from mlxkv.judge.case import Case, read_case
-from mlxkv.judge.delta import figures, page_tables, pair, three_way
+from mlxkv.judge.delta import Figures, figures, page_tables, pair, three_way
 from mlxkv.judge.floors import logit_floors
 from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, ulp
+from mlxkv.judge.result import plain
+from mlxkv.report.phrases import figure_cells
+from mlxkv.report.text import number, ordered
 from oracle.formats import disk, run_folder
 from oracle.formats import trace as trace_file
 from oracle.formats.errors import Refusal
@@ -470,6 +475,43 @@ def test_equal_runs_have_no_distance_at_all() -> None:
     found = figures(exact, CASE.truth, truth_rows(CASE.truth), plan="step")
     assert (found.max_abs, found.rms, found.kl, found.nmse_db) == (0.0, 0.0, 0.0, -np.inf)
     assert found.cosine == pytest.approx(1.0, abs=1e-15)
+    assert figure_cells(found)[::2] == ["exact", "0"]
+
+
+def test_no_rounding_puts_a_figure_beyond_its_range() -> None:
+    rng, cells = np.random.default_rng(0), []
+    for _ in range(300):
+        t = rng.standard_normal((3, 7))
+        near = t * (1 + 2e-16 * rng.integers(-1, 2, (3, 7)))
+        truth, run = (small(a.tolist(), dtype="float64") for a in (t, near))
+        found = figures(run, truth, truth_rows(truth), plan="full")
+        assert found.cosine <= 1
+        assert found.kl >= 0
+        cells += figure_cells(found)[1:]
+    assert len(cells) == 600
+    assert not [cell for cell in cells if cell.startswith("-")]
+
+
+@pytest.mark.parametrize("change", [np.asarray, np.zeros_like, lambda a: a * 0.999], ids=str)
+def test_tables_and_json_hold_no_infinity_and_no_negative_zero(
+    tmp_path: Path, change: Callable[[Array], Array]
+) -> None:
+    one = changed(STEP, "logits", change)
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path in paths:
+        trace_file.write(path, one.meta, {name: np.array(a) for name, a in one.arrays.items()})
+    words = delta(paths, as_json=False).split()
+    assert "inf" not in " ".join(words)
+    assert not [word for word in words if re.fullmatch(r"-[0.]+(e[-+]\d+)?", word)]
+    value = delta(paths, as_json=True)
+    assert not re.search(r"-0(\.0*)?[,\s]", value)
+    assert '"nmse_db": null' in value
+
+
+def test_a_negative_zero_is_plain_zero_in_every_cell_and_value() -> None:
+    assert str(plain({"a": [-0.0, (-0.0, float("-inf"))]})) == "{'a': [0.0, [0.0, None]]}"
+    assert (number(-0.0), *ordered(-0.0, 8.0)) == ("0", "0.00", "8.00")
+    assert figure_cells(Figures("step", 1, 0.0, 0.0, -0.04, 1.0, -0.0, 1, 1)) == ["0.0", "0", "0"]
 
 
 def test_the_pages_tables_hold_every_pair_there_is() -> None:

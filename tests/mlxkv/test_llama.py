@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mlxkv.engines import recorder
 from mlxkv.port import llama, ops
 from mlxkv.port.llama import Llama, fitting, parameters
 from mlxkv.port.weights import load
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import judged_plans
 from oracle.formats.trace import TAPS, Meta
 
@@ -49,9 +51,13 @@ def test_the_public_names_are_the_ports() -> None:
         "CacheError",
         "Llama",
         "LlamaConfig",
+        "Refusal",
         "load",
         "testing",
     ]
+    assert mlxkv.Refusal is Refusal
+    assert issubclass(CacheError, mlxkv.Refusal)
+    assert (mlxkv.__version__, "__version__" in dir(mlxkv)) == (version("mlxkv"), True)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         mlxkv.lod  # noqa: B018
 

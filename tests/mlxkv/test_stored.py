@@ -251,12 +251,11 @@ def kept(
 ) -> dict[str, Path]:
     """The port's traces as files, by plan, and one that is wrong."""
     from mlxkv.engines import port
-    from mlxkv.engines.oracle import judged
 
     room, model = tmp_path_factory.mktemp("traces"), model_of()
     found = {
         name: port.run(model, plan)
-        for name, plan in judged(run_folder.read_manifest(answer), answer).items()
+        for name, plan in run_folder.read_plans(answer, run_folder.read_manifest(answer)).items()
     }
     files = {name: save(room / f"{name}.safetensors", one) for name, one in found.items()}
     return files | {

@@ -17,7 +17,6 @@ import pytest
 
 import mlxkv
 from mlxkv.engines import port
-from mlxkv.engines.oracle import judged
 from mlxkv.port.llama import Llama
 from mlxkv.testing import assert_agrees
 from oracle.formats import run_folder, trace
@@ -43,7 +42,7 @@ def traces(answer: Path, model_of: Callable[..., Llama]) -> dict[str, trace.Trac
     """The port's, by plan."""
     return {
         name: port.run(model_of(), plan)
-        for name, plan in judged(run_folder.read_manifest(answer), answer).items()
+        for name, plan in run_folder.read_plans(answer, run_folder.read_manifest(answer)).items()
     }
 
 

@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mlxkv/commands/diff.py": BELOW,
     "mlxkv/commands/judge.py": BELOW,
     "mlxkv/commands/show.py": BELOW,
+    "mlxkv/commands/store.py": BELOW,
     "tests/oracle": ("oracle",),
     "tests/mlxkv": ("mlxkv", "oracle"),
 }

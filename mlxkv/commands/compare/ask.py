@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxkv.engines import oracle
 from mlxkv.engines.process import Finished
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from oracle.formats import run_folder
@@ -75,7 +75,8 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         return [_given(first, first.oracle)]
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
-    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=first.ignore_keys)
+    keys = first.ignore_keys
+    checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
     beyond = ""
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
@@ -99,12 +100,14 @@ def _asked(request: Request, question: oracle.Question) -> Answer:
 
 def _given(request: Request, folder: Path) -> Answer:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
+    say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
     _require_same(request, manifest, folder / "manifest.json")
     checkpoint = resolve(
         request.model or manifest.source,
         revision=request.revision or manifest.revision,
         ignore_keys=request.ignore_keys or tuple(manifest.ignored_keys),
+        progress=steps(),
     )
     if request.engine == "port":
         require_llama(checkpoint)
@@ -148,7 +151,9 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         steps = DEFAULT_STEPS if steps is None else steps
         _require_room(ids, steps, checkpoint, beyond)
     except Refusal as error:
-        raise Refusal(f"prompt {request.name}: {error}" if request.name else str(error)) from error
+        if request.name is None:
+            raise
+        raise Refusal(str(error), where=f"prompt {request.name}") from error
     return oracle.Question(
         checkpoint=checkpoint,
         prompt=prompt,

@@ -55,5 +55,5 @@ def _file(one: Trace) -> list[str]:
 
 def _cells(one: Aligned) -> list[str]:
     p = one.pair
-    deltas = [str(one.a + 1), str(one.b + 1), str(p.rows), *pair_cells(p), f"{p.max_abs_ref:.3f}"]
+    deltas = [str(one.a + 1), str(one.b + 1), str(p.rows), *pair_cells(p), f"{p.max_abs_ref:z.3f}"]
     return [*deltas, *figure_cells(one.figures)]

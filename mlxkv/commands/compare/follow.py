@@ -15,7 +15,6 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished
 from mlxkv.judge.case import Case
 from oracle.formats import trace
-from oracle.formats.errors import Refusal, install
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
@@ -55,7 +54,6 @@ class Runs:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the engine ran on, and with."""
         return self.arithmetic[0].meta.environment
 
 
@@ -67,8 +65,7 @@ def find(request: Request) -> Engine:
     if request.engine != "mlx-lm":
         source = own.find(request.engine)
         return Engine(source.name, process.OWN, f"{source.file}:{source.function}")
-    if not machine.has("mlx_lm"):
-        raise Refusal("mlx-lm is not installed", remedy=install("port"))
+    machine.require_mlx_lm()
     return Engine("mlx-lm", process.MLX_LM)
 
 

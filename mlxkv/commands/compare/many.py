@@ -12,6 +12,7 @@ from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.commands.compare.run import judged, run
+from mlxkv.engines.progress import steps
 from mlxkv.judge.many import Prompts
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
@@ -59,7 +60,6 @@ def report(request: Request, source: str, *, out: Path, command: str) -> Report:
 
 
 def compare(request: Request, given: Sequence[Prompt]) -> Overview:
-    """The comparison of each prompt."""
     requests = [
         replace(request, name=p.name, prompt=p.prompt or None, tokens=p.tokens or None)
         for p in given
@@ -73,9 +73,8 @@ def compare(request: Request, given: Sequence[Prompt]) -> Overview:
 
 
 def long(request: Request) -> Compared:
-    """The comparison over one long sequence of drawn ids."""
     length, chunks = prompts.LONG, prompts.LONG_CHUNKS
-    vocab_size = resolve(request.model, revision=request.revision).vocab_size
+    vocab_size = resolve(request.model, revision=request.revision, progress=steps()).vocab_size
     ids = prompts.drawn(length, vocab_size=vocab_size)
     given = replace(request, prompt=None, tokens=ids, prompt_tokens=sum(chunks), steps=None)
     given = replace(given, chunks=chunks)

@@ -40,7 +40,6 @@ def builtin() -> tuple[Prompt, ...]:
 
 
 def named(source: str) -> tuple[Prompt, ...]:
-    """The built-in prompts or those of a file."""
     return builtin() if source == BUILTIN else read(Path(source))
 
 

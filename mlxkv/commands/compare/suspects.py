@@ -39,8 +39,8 @@ class Suspects:
         unsought, manifest = "the cause was not looked for", self.runs.case.manifest
         if not manifest.has_truth:
             return f"{unsought}: the usual suspects are mistakes in a Llama, tried on its truth"
-        kept = oracle.suspects_folder(manifest)
         try:
+            kept = oracle.suspects_folder(manifest)
             found = read_suspects(kept, manifest.fingerprint)
             os.utime(kept)
             return found

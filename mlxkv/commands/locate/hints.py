@@ -71,7 +71,6 @@ def _norm(layer: Layer, tap: str) -> str:
 
 
 def _spread(ratio: Floats, axis: int) -> float:
-    """The largest range along an axis."""
     missing = np.isnan(ratio)
     highest = np.where(missing, -np.inf, ratio).max(axis)
     return float(np.max(highest - np.where(missing, np.inf, ratio).min(axis)))

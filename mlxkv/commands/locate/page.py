@@ -24,7 +24,6 @@ WORDS = {
 
 
 def sentence(found: Located) -> str:
-    """What was found, in one line."""
     if found.outcome == "cannot tell":
         return f"cannot tell: {found.reasons[0]}"
     if found.outcome == "nothing":
@@ -43,7 +42,6 @@ def sentence(found: Located) -> str:
 
 
 def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str, str]]:
-    """What was located, name by name."""
     if found.outcome != "located":
         return []
     position = "-"
@@ -66,7 +64,6 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
 def console(
     found: Located, manifest: Manifest, *, engine: str, layers: int, report: str | None = None
 ) -> str:
-    """What `locate` prints."""
     lines = [f"{manifest.title}  {manifest.dtype}  {engine}", ""]
     place = facts(found, manifest, layers=layers)
     lines += [*(f"{name:10}{text}" for name, text in place), ""] if place else []
@@ -86,7 +83,6 @@ def markdown(
     commands: Sequence[str] = (),
     svg: str | None = None,
 ) -> str:
-    """The report."""
     title = f"# Where {engine} goes wrong: {manifest.title}, {manifest.dtype}"
     place = [
         (name, code(text) if text != "-" else text)

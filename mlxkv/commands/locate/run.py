@@ -144,7 +144,6 @@ def _question(case: Case, taps: tuple[str, ...]) -> oracle.Question:
 
 
 def _chunks(case: Case) -> tuple[int, ...] | None:
-    """The sizes in which the chunked plan sends the prompt."""
     if "chunked" not in case.references:
         return None
     sizes = [call.fed for call in case.references["chunked"].meta.plan.calls()]

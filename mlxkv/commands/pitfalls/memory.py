@@ -52,7 +52,6 @@ class Figures:
 
 
 def tokens(n: int, vocab: int, *, start: int = 3) -> list[int]:
-    """Made-up ids."""
     return [(start + 7919 * i) % vocab for i in range(n)]
 
 
@@ -80,7 +79,6 @@ def decode(model: Llama, caches: Sequence[Cache], steps: int) -> list[npt.NDArra
 
 
 def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures:
-    """The figures of one prefix and its branches."""
     import mlx.core as mx
 
     limit = model.config.max_position_embeddings

@@ -45,7 +45,6 @@ class Place:
 
     @property
     def middle(self) -> int:
-        """A layer about the middle."""
         return self.layers // 2
 
     @property
@@ -118,7 +117,6 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def function(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """A function or method replaced, whatever the model."""
     return lambda _model, _place: patched(owner, name, make)
 
 
@@ -177,7 +175,6 @@ def _load(model: Llama, arrays: dict[str, mx.array]) -> None:
 
 
 def every_weight(change: Callable[[mx.array], mx.array]) -> Plant:
-    """Every parameter changed."""
     return weights(lambda held, _: {name: change(array) for name, array in held.items()})
 
 
@@ -359,7 +356,6 @@ def _tf32(real: Any) -> Any:
 
 @contextmanager
 def _dropped_residual(model: Llama, place: Place) -> Iterator[None]:
-    """The middle layer's MLP result without what went in."""
     block = model.layers[place.middle]
 
     def make(real: Any) -> Any:

@@ -78,12 +78,10 @@ class Ports:
     probes: Mapping[str, float]
 
     def of(self, dtype: str) -> Meta:
-        """What the traces of a lane say."""
         probes = dict(self.probes) if dtype == "float64" else {}
         return replace(self.meta, dtype=dtype, probes=probes)
 
     def run(self, plan: Plan, dtype: str) -> Trace:
-        """One plan in one lane."""
         from mlxkv.engines import port
 
         return port.run(self.models[dtype], plan, meta=self.of(dtype))
@@ -107,7 +105,6 @@ class Experiment:
         return judge(self.case, arithmetic, algebra=algebra), arithmetic
 
     def correct(self, name: str) -> Trial:
-        """What becomes of a correct run."""
         if name == RIGHT:
             verdict, arithmetic = self.judged()
         else:
@@ -195,7 +192,6 @@ def load(asked: job.Job) -> Ports:
 
 
 def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """The trials of one model, as plain values."""
     from mlxkv.commands.selftest.faults import FAULTS, Place, applies
 
     case, dtype = read_case(folder), ports.meta.dtype
@@ -239,7 +235,6 @@ def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any
 
 
 def main() -> None:
-    """The process's entry."""
     result, mode, *arguments = sys.argv[2:]
     path = Path(result)
     job.serve(lambda asked: write_text(path, json.dumps(follow(asked, mode, arguments))))
