@@ -57,7 +57,6 @@ class Speed:
 
 
 def run(request: Request, *, as_json: bool) -> str:
-    """What `bench` prints."""
     machine.require_device(request.device)
     machine.require_mlx_lm()
     checkpoint = request.checkpoint(steps())

@@ -16,7 +16,7 @@ from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
 from mlxkv.engines import process
-from mlxkv.engines.progress import say
+from mlxkv.engines.progress import announce, say
 from mlxkv.report import publish
 from oracle.formats import disk, strict_json, trace
 from oracle.formats.errors import Refusal
@@ -95,6 +95,16 @@ PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {
 """Each part made on a device, compare with the traces of a third engine beside it. The last two
 always run on the CPU, where the limits were chosen."""
 
+SECONDS = {
+    "compare": 40,
+    "pitfalls": 140,
+    "prompts": 160,
+    "long": 800,
+    "selftest": 260,
+    "calibration": 230,
+}
+"""About what each part takes on two cores, by the CPU time of all."""
+
 
 def write(
     out: Path, *, only: Collection[str] = (), candidates: Sequence[Path] = (), device: str = "auto"
@@ -107,11 +117,11 @@ def write(
         )
     publish.claim(out)
     third = [trace.read(path) for path in candidates]
-    for part, make in PARTS.items():
-        if only and part not in only:
-            continue
+    parts = [part for part in PARTS if not only or part in only]
+    announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
+    for part in parts:
         say(f"reports: {part}")
-        made = make(device, third)
+        made = PARTS[part](device, third)
         publish.write(out / made.folder, made.files)
         yield from (out / made.folder / name for name in made.files)
     disk.write_text(out / "README.md", index(out))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxkv.engines import machine, progress
 from mlxkv.report.text import clip, quoted
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, install
 from oracle.model import tokenizer
 from oracle.model.cache_folder import cache_dir
 from oracle.model.checkpoint import Checkpoint, Named
@@ -66,7 +66,6 @@ def _greedy(port: Llama, ids: list[int], steps: int, ends: frozenset[int]) -> It
 
 
 def inspect(named: Named, *, as_json: bool) -> str:
-    """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
 
     checkpoint = named.checkpoint(progress.steps())
@@ -199,10 +198,7 @@ def _found_here() -> dict[str, Any]:
             faster = "install Debian's libblis4-pthread or PyPI's mkl"
             advice.append(f"a faster BLAS makes MLX up to 40 times faster: {faster}")
     if not can_run:
-        advice.append(
-            "in a clone of mlxkv's repository `pip install -c constraints.txt '.[all]'` brings "
-            "both engines; [port] and [oracle] bring one"
-        )
+        advice.append(f"{install('all')} brings both engines; [port] and [oracle] bring one")
     writable = os.access(_existing(cache_dir()), os.W_OK)
     cache = {"folder": str(cache_dir()), "writable": writable}
     rest = {"device_error": failed, "cache": cache, "advice": advice}

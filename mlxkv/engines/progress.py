@@ -23,6 +23,13 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda n: progress.advance(task, n)
 
 
+def announce(what: str, seconds: float) -> None:
+    """What is about to be done, and about how long it takes on two cores, for a person."""
+    minutes = max(1, round(seconds / 60))
+    about = f"{minutes} min" if seconds >= 90 else f"{max(1, round(seconds / 10)) * 10} s"
+    say(f"{what}: about {about} on two cores")
+
+
 def steps() -> Progress:
     """Progress that says each piece of work once, when it begins: a download, a conversion."""
     begun: list[str] = []

@@ -64,6 +64,11 @@ class Checkpoint:
         return stored | {name: packed.shape for name, packed in self.packed.items()}
 
     @property
+    def parameters(self) -> int:
+        """How many numbers the weights are, once unpacked."""
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+    @property
     def model_config(self) -> dict[str, Any]:
         """The config without its keys on packed weights, which `packed` holds already."""
         known = packing.KEYS if self.packed else ()

@@ -526,7 +526,7 @@ def test_mlx_lm_that_cannot_be_imported_is_refused(
         tmp_path / "out",
         **env,
     )
-    refused(done, "mlx-lm cannot be imported (No module named 'not_there'): pip install")
+    refused(done, "mlx-lm cannot be imported (No module named 'not_there'); pip install")
 
 
 def test_a_model_that_mlx_lm_cannot_load_is_refused(

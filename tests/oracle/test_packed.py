@@ -17,6 +17,7 @@ from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, resolve
 from oracle.pool import reference
 from oracle.pool.neighbour import neighbour_of
+from oracle.question import check_range
 from oracle.truth import llama as truth
 from oracle.truth import unpack as dequantise
 from oracle.truth.config import check_weights, config_of
@@ -207,7 +208,8 @@ def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_o
 
     exact = {name: Weights(checkpoint, dtype=dtype)(name) for name in checkpoint.packed}
     monkeypatch.setattr(Weights, "_unpacked", rounded_truth)
-    monkeypatch.setattr(reference, "Weights", lambda *_, **__: exact.__getitem__)
+    before = type("Before", (Weights,), {"__call__": lambda _, name: exact[name]})
+    monkeypatch.setattr(reference, "Weights", before)
     assert proof(checkpoint, dtype) > 1
 
 
@@ -442,21 +444,32 @@ def test_packed_weights_of_another_model_are_refused(
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (1e6, "float16")]
-)
+@pytest.mark.parametrize(("value", "odd"), [(math.nan, "NaN"), (-math.inf, "infinity")])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 def test_scales_and_biases_that_are_not_finite_are_named(
-    tmp_path: Path, part: str, value: float, dtype: str
+    tmp_path: Path, part: str, value: float, odd: str, stored: torch.dtype
+) -> None:
+    tensors = packed_tensors(config_for(), stored=stored)
+    tensors[f"{UP}.{part}"][3, 1] = value
+    place = make(tmp_path / "m", tensors)
+    what = f"{UP}.{part} holds {odd}, expected finite weights; download or save it again"
+    assert refusal(lambda: resolve(str(place))) == f"{place}/model.safetensors: {what}"
+
+
+@pytest.mark.parametrize("part", ["scales", "biases"])
+def test_scales_and_biases_that_are_not_finite_in_their_dtype_are_named(
+    tmp_path: Path, part: str
 ) -> None:
     tensors = packed_tensors(config_for())
-    tensors[f"{UP}.{part}"][3, 1] = value
+    tensors[f"{UP}.{part}"][3, 1] = 1e6
     checkpoint = resolve(str(make(tmp_path / "m", tensors)))
-    with pytest.raises(
-        Refusal, match=rf"up_proj\.{part}: not finite in {dtype}, expected finite weights"
-    ):
-        Weights(checkpoint, dtype=dtype)(f"{UP}.weight")
-    with pytest.raises(Refusal, match=rf"up_proj\.{part}: not finite in {dtype}"):
-        reference.Reference(checkpoint, dtype=dtype)
+    named = rf"up_proj\.{part}: not finite in float16, expected finite weights"
+    with pytest.raises(Refusal, match=named):
+        Weights(checkpoint, dtype="float16")(f"{UP}.weight")
+    with pytest.raises(Refusal, match=named):
+        reference.Reference(checkpoint, dtype="float16")
+    with pytest.raises(Refusal, match=rf"up_proj\.{part} holds .*, which is infinite in float16"):
+        check_range(checkpoint, "float16")
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
