@@ -22,6 +22,8 @@ import numpy as np
 
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError, Layer, short
+from mlxkv.port.config.llama import OF_READING
+from mlxkv.port.config.values import flat
 from mlxkv.port.ops import DTYPES, name_of
 from oracle.formats.disk import atomic
 from oracle.formats.errors import Refusal, one_line
@@ -53,6 +55,7 @@ class _Unfit(Refusal):
 
 def save(cache: Cache, path: Path) -> None:
     """Writes `cache`; an earlier file of that name stays whole until the new one is."""
+    cache.require_thread()
     _check(cache)
     meta = _made_of(cache, cache.fingerprint if len(cache) else None) | {
         "length": len(cache),
@@ -106,8 +109,8 @@ def _check(cache: Cache) -> None:
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
     """What the rows depend on, by the names in the metadata."""
     config = json.loads(json.dumps(asdict(cache.config)))
-    # These say something of a config, and nothing is computed from them.
-    del config["notes"], config["defaults"]
+    for key in OF_READING:
+        del config[key]
     tables = hashlib.sha256()
     with ops.stream(cache.dtype):
         for table in (cache.cos, cache.sin):
@@ -158,7 +161,7 @@ def _read_meta(file: BinaryIO) -> dict[str, Any]:
         meta = json.loads(json.loads(text)["__metadata__"]["mlxkv"])
         if not isinstance(meta, dict):
             raise ValueError(f"metadata is a {type(meta).__name__}")
-        _flat(meta)
+        flat(meta)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Unfit(f"not a whole {FORMAT} file ({one_line(error)})") from error
     return meta
@@ -179,7 +182,7 @@ def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
 
 def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuses the first field that is not the model's, then one that no cache has."""
-    found, wanted = _flat(meta), _flat(expected)
+    found, wanted = flat(meta), flat(expected)
     for key, value in wanted.items():
         theirs = found.get(key, ...)
         if key == "fingerprint" and meta.get("length") == 0 and theirs is None:
@@ -247,16 +250,6 @@ def _bytes_of(array: mx.array) -> bytes:
 
 def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
     return mx.array(np.frombuffer(data, f"u{dtype.size}").reshape(shape)).view(dtype)
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
-    found: dict[str, Any] = {}
-    for key, entry in value.items():
-        found |= (
-            _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
-        )
-    return found
 
 
 def _brief(key: str, value: Any) -> str:

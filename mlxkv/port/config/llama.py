@@ -21,6 +21,9 @@ from oracle.formats.errors import one_line
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
+OF_READING = ("defaults", "notes")
+"""The fields of a LlamaConfig that say how it was read; nothing is computed from them."""
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:

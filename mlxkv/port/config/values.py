@@ -92,3 +92,12 @@ class Values:
     def refusal(self, key: str, expected: str, found: str) -> ConfigError:
         """The refusal of what is described in words."""
         return ConfigError(f"expected {expected}, got {found[:160]}", where=f"{self.where}: {key}")
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
+    found: dict[str, Any] = {}
+    for key, entry in value.items():
+        nested = isinstance(entry, Mapping)
+        found |= flat(entry, f"{prefix}{key}.") if nested else {prefix + key: entry}
+    return found
