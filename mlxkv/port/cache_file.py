@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,8 @@ _REMEDIES = {
 }
 _REMEDY = "load the model that filled it, or fill a new cache"
 _DAMAGED = "save or copy it again"
+_OTHER = "give a file that Cache.save wrote"
+_MAGIC = {b"GGUF": "a GGUF file", b"PK": "a zip, as PyTorch writes", b"{": "a JSON file"}
 
 
 class _Unfit(Refusal):
@@ -155,16 +158,39 @@ def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 def _read_meta(file: BinaryIO) -> dict[str, Any]:
     """The metadata, of which nothing is known but that it is a JSON object."""
-    length = int.from_bytes(file.read(8), "little")
+    begin = file.read(8)
+    length = int.from_bytes(begin, "little")
+    text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
     try:
-        text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
-        meta = json.loads(json.loads(text)["__metadata__"]["mlxkv"])
+        header = json.loads(text) if length <= _MOST_HEADER else {}
+        kind = _kind(begin, header)
+        if kind:
+            raise _Unfit(f"not an mlxkv cache but {kind}, expected {FORMAT}", _OTHER)
+        meta = json.loads(header["__metadata__"]["mlxkv"])
         if not isinstance(meta, dict):
             raise ValueError(f"metadata is a {type(meta).__name__}")
         flat(meta)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except _Unfit:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Unfit(f"not a whole {FORMAT} file ({one_line(error)})") from error
     return meta
+
+
+def _kind(begin: bytes, header: Mapping[str, Any]) -> str:
+    """What a file is that is not a cache of ours, as its first bytes and its header tell."""
+    if int.from_bytes(begin, "little") > _MOST_HEADER:
+        return next((k for magic, k in _MAGIC.items() if begin.startswith(magic)), "no safetensors")
+    meta = header.get("__metadata__") or {}
+    if "mlxkv" in meta:
+        found = re.search(r"mlxkv-(?!cache)[a-z]+/\d+", str(meta["mlxkv"]))
+        return f"of another kind, {found[0]}" if found else ""
+    classes = [value for value in meta.values() if str(value).endswith("Cache")]
+    if classes:
+        return f"mlx-lm's prompt cache ({classes[0]})"
+    names = [name for name in header if name != "__metadata__"]
+    weights = any(name.endswith(".weight") for name in names)
+    return "a model's weights" if weights else f"a safetensors file of {len(names)} other tensors"
 
 
 def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
