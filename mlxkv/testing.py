@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxkv.engines import machine, oracle
+from mlxkv.engines import machine
 from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.verdict import judge
 from mlxkv.report import terminal
 from mlxkv.report.phrases import oracle_side, side
-from oracle.formats import trace
+from oracle.formats import run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta, Trace
@@ -53,7 +53,7 @@ def assert_agrees(
         traces = _given(model_or_trace, case, plans)
     else:
         follow = _follower(model_or_trace, case, dtype)
-        judged = oracle.judged(case.manifest, folder).items()
+        judged = run_folder.read_plans(folder, case.manifest).items()
         traces = {name: follow(plan) for name, plan in judged if plans is None or name in plans}
     exact = {name: one for name, one in traces.items() if one.meta.dtype == _ALGEBRA}
     rest = {name: one for name, one in traces.items() if name not in exact}
@@ -90,7 +90,6 @@ def _read(found: Trace | str | Path) -> Trace:
 
 
 def _follower(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
-    """What makes the model's trace of a plan."""
     machine.require_mlx()
     from mlxkv.engines import port
     from mlxkv.port.llama import Llama

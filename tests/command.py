@@ -16,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import warm
 
+ROOT = Path(__file__).resolve().parents[1]
 Done = subprocess.CompletedProcess[str]
 
 
@@ -42,6 +44,8 @@ def mlxkv(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
     if any(name.startswith("PYTHON") for name in env or {}):
         line = [sys.executable, "-m", "mlxkv", *_words(arguments)]
         environment = os.environ | dict(env or {})
+        if "PYTHONPATH" in environment:  # in front of the sources
+            environment["PYTHONPATH"] += os.pathsep + str(ROOT)
         return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
 
     from mlxkv import cli

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 FOLDERS = ("oracle", "mlxkv")
+LONGEST = ("default_model", "mlx_lm", "candle", "cli", "robust", "reports", "selftest", "walls")
+"""The files that take longest, which must not be begun when all others are done."""
 _HERE = Path(__file__).parent
 _ROOM = "MLXKV_TEST_ROOM"
 _FUZZ = "MLXKV_FUZZ"
@@ -39,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: names.index(s) if (s := item.path.stem) in names else len(names))
     if config.option.nightly:
         return
     left = [item for item in items if item.get_closest_marker("nightly")]
@@ -97,7 +101,8 @@ def _workers(config: pytest.Config) -> list[str]:
     )
     if alone or not config.pluginmanager.hasplugin("xdist"):
         return []
-    return ["-n", str(min(4, max(3, (os.cpu_count() or 1) // 2))), "--dist", "loadfile"]
+    workers = str(min(4, max(3, (os.cpu_count() or 1) // 2)))
+    return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def combined(codes: Sequence[int]) -> int:

@@ -96,7 +96,6 @@ class OwnRunner(PlanRunner):
         self.fed[name] = length
 
     def held(self, name: str) -> int:
-        """The tokens fed into this cache."""
         return self.fed[name]
 
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:

@@ -411,7 +411,6 @@ def _whole(value: Any) -> bool:
 
 
 def _span(config: LlamaConfig, max_length: int | None) -> int:
-    """How many rows the tables have."""
     most = config.max_position_embeddings
     if max_length is None:
         return rope.span(config)

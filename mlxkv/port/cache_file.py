@@ -110,7 +110,6 @@ def _check(cache: Cache) -> None:
 
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
-    """What the rows depend on, by the names in the metadata."""
     config = json.loads(json.dumps(asdict(cache.config)))
     for key in OF_READING:
         del config[key]

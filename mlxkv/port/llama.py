@@ -154,7 +154,6 @@ class Llama(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The weights' dtype."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import torch_python
 
 from mlxkv.engines import machine
 from oracle.formats.errors import Refusal
@@ -79,7 +80,14 @@ def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(
     """The oracle inherits an environment from it, and would inherit a preloaded library's variables."""
     code = (
         "import sys\n"
+        "from types import SimpleNamespace\n"
         "from mlxkv import cli\n"
+        "from mlxkv.engines import process\n"
+        "from oracle.formats import child\n"
+        "def command(module, *arguments):\n"
+        f"    warm = [*{torch_python('-m')!r}, module, *arguments]\n"
+        "    return warm if module == 'oracle' else child.command(module, *arguments)\n"
+        "process.child = SimpleNamespace(command=command)\n"
         f"given = ['compare', {str(folder_of('gqa'))!r}, '--tokens', '3,7', '--steps', '3']\n"
         f"code = cli.invoke([*given, '--out', {str(tmp_path / 'out')!r}])\n"
         "maps = open('/proc/self/maps').read()\n"

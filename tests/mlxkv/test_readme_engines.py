@@ -74,8 +74,8 @@ def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(place: Path)
     assert [
         trace.read(f"mine-{name}.safetensors").positions.tolist() for name in ("full", "step")
     ] == [list(range(24))] * 2
-    compare, delta = (shlex.split(line) for line in block("sh", "--no-run").splitlines())
-    done = mlxkv(*compare[1:])
+    judge, delta = (shlex.split(line) for line in block("sh", "mlxkv delta mine").splitlines())
+    done = mlxkv(*judge[1:])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmine: agree (logits)    report: mlxkv-report/compare.md\n" in done.stdout
     shown = mlxkv(*delta[1:])

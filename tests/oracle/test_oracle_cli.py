@@ -214,7 +214,7 @@ def test_everything_works_where_mlx_cannot_be_imported_and_an_interrupt_leaves_n
     assert b"Traceback" not in stderr
     assert list(tmp_path.iterdir()) == []
     made = subprocess.run(
-        [sys.executable, "-c", code, *arguments], check=False, capture_output=True, text=True
+        command.torch_python("-c", code, *arguments), check=False, capture_output=True, text=True
     )
     assert (made.returncode, made.stdout) == (0, f"{out}\n"), made.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -174,7 +174,6 @@ def _scaled(
 
 
 def _require_sense(values: Values, rope: Rope) -> Rope:
-    """The rope, whose numbers fit each other."""
     type_, first = rope.rope_type, rope.original_max_position_embeddings
     if type_ == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
         expected = f"a number below high_freq_factor {rope.high_freq_factor}"
