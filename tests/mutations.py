@@ -206,8 +206,8 @@ MUTATIONS = (
     M(
         "an unknown key of config.json is accepted",
         "oracle/truth/config.py",
-        "not in _WITHOUT_EFFECT and key not in _USED:",
-        "not in _WITHOUT_EFFECT and False:",
+        "if k not in {*_NEUTRAL, *_WITHOUT_EFFECT, *_USED}]",
+        "if False]",
         "tests/oracle/test_config.py",
         "oracle/config.py",
         was_find="and value is not False",

@@ -27,6 +27,8 @@ from oracle.model.packing import Packed
 DEFAULT = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+_POSITIONS = "max_position_embeddings"
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -72,7 +74,9 @@ class Checkpoint:
 
     @property
     def max_positions(self) -> int:
-        return self._whole("max_position_embeddings")
+        if self.config.get("model_type") == "llama" and _POSITIONS not in self.config:
+            return 2048  # transformers' own
+        return self._whole(_POSITIONS)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -217,11 +221,13 @@ def _opened(
     config = safetensors.read_object(path)
     tensors = safetensors.tensors(folder)
     packed = packing.read(path, config, tensors)
+    assumed = f"{_POSITIONS} 2048 assumed, as in transformers"
+    absent = config.get("model_type") == "llama" and _POSITIONS not in config
     return Checkpoint(
         folder=folder,
         source=source,
         name=name,
-        note=_notes(note, packing.words(packed)),
+        note=_notes(note, packing.words(packed), assumed if absent else ""),
         revision=revision,
         config=config,
         config_digest=_digest(config),
