@@ -82,7 +82,8 @@ class Question(Inputs):
         return judged_plans(self.sequence(generated), prompt=self.prompt_tokens, chunks=chunks)
 
     def check(self) -> None:
-        """Refuses what the model has no place for."""
+        """Refuses what the model has no place for, and a dtype that cannot hold its weights."""
+        check_range(self.checkpoint, self.dtype)
         config, most = self.config, self.config.max_positions
         if self.length > most:
             why = "max_position_embeddings"
@@ -173,7 +174,6 @@ def ask(
     _check_sequence(prompt, tokens, prompt_tokens, steps)
     source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     config = neighbour_of(source) if is_neighbour(source) else checked(source)
-    check_range(source, dtype)
     tokenizer = tokenizers.load(source.folder)
     ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)

@@ -59,11 +59,18 @@ DUMP: dict[str, Any] = json.loads("""
 TAKEN: dict[str, dict[str, Any]] = {
     "as it is": {},
     "swish, the other name of silu": {"hidden_act": "swish"},
-    "no hidden_act": {"hidden_act": None},
+    "no hidden_act": {"hidden_act": ...},
+    "hidden_act null": {"hidden_act": None},
+    "flags null": {"attention_bias": None, "mlp_bias": None},
+    "no rms_norm_eps": {"rms_norm_eps": ...},
+    "no max_position_embeddings": {"max_position_embeddings": ...},
     "no rope_theta": {"rope_theta": None},
     "all that transformers 4.44 writes": DUMP,
     "an early conversion's name": {"architectures": ["LLaMAForCausalLM"]},
     "no architectures": {"architectures": None},
+    "a model that was saved without its head": {"architectures": ["LlamaModel"]},
+    "full attention in every layer": {"layer_types": ["full_attention"] * 3},
+    "no layer types": {"layer_types": None},
     "causal, and said so": {"is_causal": True},
     "of another's tools": {"_commit_hash": "a1", "_attn_implementation": "sdpa"},
     "flash attention": {"_flash_attn_2_enabled": True},
@@ -91,7 +98,6 @@ TAKEN: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "another model": {"model_type": "mistral"},
     "no model_type": {"model_type": None},
-    "a model without a head": {"architectures": ["LlamaModel"]},
     "a classifier": {"architectures": ["LlamaForSequenceClassification"]},
     "another activation": {"hidden_act": "gelu"},
     "not causal": {"is_causal": False},
@@ -104,13 +110,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     "pruned heads": {"pruned_heads": {"0": [1]}},
     "interleaved RoPE": {"rope_interleaved": True},
     "partial RoPE": {"partial_rotary_factor": 0.5},
-    "no max_position_embeddings": {"max_position_embeddings": None},
+    "max_position_embeddings null": {"max_position_embeddings": None},
+    "rms_norm_eps null": {"rms_norm_eps": None},
+    "a sliding layer": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "types of too few layers": {"layer_types": ["full_attention"] * 2},
+    "layer types that are no list": {"layer_types": "full_attention"},
     "a size that is text": {"vocab_size": "61"},
     "a size that is a flag": {"num_attention_heads": True},
     "heads that cannot be shared": {"num_key_value_heads": 3},
     "an odd head_dim": {"head_dim": 7},
     "an eps of nothing": {"rms_norm_eps": 0},
-    "an eps that is null": {"rms_norm_eps": None},
     "an eps that is no number": {"rms_norm_eps": float("nan")},
     "a flag that is text": {"tie_word_embeddings": "true"},
     "theta below 1": {"rope_theta": 0.5},
@@ -161,5 +170,5 @@ ONLY_THE_ORACLE_TAKES: dict[str, dict[str, Any]] = {
 
 
 def made(changes: dict[str, Any]) -> dict[str, Any]:
-    """The base config with these changes."""
-    return BASE | changes
+    """The base config with these changes; a key that is `...` is left out."""
+    return {key: value for key, value in (BASE | changes).items() if value is not ...}

@@ -210,8 +210,8 @@ MUTATIONS = (
     M(
         "an unknown key of config.json is accepted",
         "oracle/truth/config.py",
-        "not in _WITHOUT_EFFECT and key not in _USED:",
-        "not in _WITHOUT_EFFECT and False:",
+        "if k not in {*_NEUTRAL, *_WITHOUT_EFFECT, *_USED}]",
+        "if False]",
         "tests/oracle/test_config.py",
         "oracle/config.py",
         was_find="and value is not False",
@@ -313,6 +313,22 @@ MUTATIONS = (
         "mlxkv/port/cache.py",
     ),
     M(
+        "another thread may go on with what is not computed",
+        "mlxkv/port/cache.py",
+        "self._owner() is threading.current_thread()",
+        "True",
+        "tests/mlxkv/test_cache_threads.py",
+        "",
+    ),
+    M(
+        "a call does not wait for the one before it",
+        "mlxkv/port/cache.py",
+        "mx.depends([ids], [self._last])[0]",
+        "ids",
+        "tests/mlxkv/test_cache_memory.py",
+        "",
+    ),
+    M(
         "a cache in a file is not of the model's weights",
         "mlxkv/port/cache_file.py",
         "_made_of(cache, model.fingerprint)",
@@ -322,11 +338,12 @@ MUTATIONS = (
     ),
     M(
         "a call that fails leaves half its layers longer",
-        "mlxkv/port/llama.py",
-        "cache.restore(before)",
+        "mlxkv/port/cache.py",
+        'self.restore(before["_layers"])',
         "pass",
         "tests/mlxkv/test_cache.py tests/mlxkv/test_cache_refusals.py",
         "mlxkv/port/llama.py",
+        was_find="cache.restore(before)",
     ),
     M(
         "Llama 3.1's scaling is dropped",

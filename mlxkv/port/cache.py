@@ -6,23 +6,33 @@ of a group share them; the RoPE tables; and the causal masks. Axes as in `mlxkv.
 `guarded=False` is candle: index_pos picks table rows and the mask's shape, and is never checked
 against what is held. `guarded=True`, the default, refuses, before anything is written, every call
 whose result would be silently wrong.
+
+No call evaluates anything. So that calls may wait for their evaluation by the thousand, each is
+made to depend on the one before it: MLX writes rows into a buffer where nobody else needs it any
+more, and would otherwise keep one copy per call for an attention that is still to be computed.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlxkv.port import rope
-from mlxkv.port.config.llama import LlamaConfig
+from mlxkv.port.config.llama import OF_READING, LlamaConfig
+from mlxkv.port.config.values import flat
 from mlxkv.port.ops import dtype_of, name_of
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
@@ -35,6 +45,11 @@ TABLES = 2**32
 
 MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
+
+_CLAIMS = threading.Lock()
+
+
+Weights = tuple[weakref.ref[mx.array], ...]
 
 
 class CacheError(Refusal):
@@ -90,6 +105,9 @@ class Layer:
 class Cache:
     """Keys, values, RoPE tables and masks of one sequence, or of a batch of equally long ones.
 
+    What a thread has not evaluated yet no other can: a guarded cache belongs to the thread of its
+    last call until `eval`.
+
     `dtype` must be the weights' dtype. With `use_kv_cache=False` nothing is stored or read, and
     every call must send the whole prefix. `max_length` bounds the sequence and with it the RoPE
     tables; for RoPE of type longrope it also chooses, once, between the short factors (the default)
@@ -112,9 +130,9 @@ class Cache:
         self.guarded = guarded
         self.max_length = _span(config, max_length)
         self.cos, self.sin = _tables(config, self.dtype, self.max_length)
-        self.fingerprint: str | None = None
-        self._layers = (Layer(),) * config.num_hidden_layers
         self._masks: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
+        self._calling = False
+        self.reset()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -150,22 +168,45 @@ class Cache:
         """An independent copy, which shares memory until one side writes."""
         other = object.__new__(Cache)
         other.__dict__.update(self.__dict__)
-        other._masks = self._masks.copy()
+        other._masks, other._calling = self._masks.copy(), False
         return other
 
     def reset(self) -> None:
-        """Drops every row. Tables and masks stay: they depend on the config and on shapes alone."""
+        """Drops every row. Tables and masks stay: they depend on the config and on shapes alone.
+
+        Raises CacheError during another thread's call.
+        """
+        if self._calling:
+            self.require_thread()
+        self.fingerprint: str | None = None
+        self._weights: Weights = ()
         self._layers = (Layer(),) * self.config.num_hidden_layers
+        self._last: mx.array = mx.array(0)
+        self._owner: weakref.ref[threading.Thread] | None = None
+
+    def eval(self) -> None:
+        """Computes what is still to be computed; any thread may go on with the cache afterwards.
+
+        Raises CacheError in another thread than that of the last call while that one lives.
+        """
+        if self._owner is not None and _living(self._owner) is not None:
+            self.require_thread()
+        try:
+            mx.eval(self._last, [layer.buffers for layer in self._layers if layer.buffers])
+        except RuntimeError as error:
+            what = f"what it holds cannot be computed ({one_line(error)})"
+            raise CacheError(what, where="cache", remedy="reset it") from error
+        self._owner = None
 
     def crop(self, length: int) -> int:
         """Keeps the first `length` tokens and returns how many were dropped.
 
-        Raises CacheError where fewer are held.
+        Raises CacheError where a layer holds fewer, and during another thread's turn.
         """
-        if not _whole(length) or not 0 <= length <= len(self):
-            what = (
-                f"crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held"
-            )
+        self.require_thread()
+        most = min(layer.length for layer in self._layers)
+        if not _whole(length) or not 0 <= length <= most:
+            what = f"crop to {length!r}, expected a whole number from 0 to the {most} tokens held"
             raise CacheError(what, where="cache")
         length = int(length)
         dropped = len(self) - length
@@ -193,7 +234,47 @@ class Cache:
 
         return cache_file.load(Path(path), model)
 
-    # What the model calls, in this order: admit, then for each layer rotation, extend and mask.
+    def require_thread(self) -> None:
+        """Raises CacheError where the rows held are another thread's to compute."""
+        if not self.guarded or self._owner is None or self._owner() is threading.current_thread():
+            return
+        owner, mine = _living(self._owner), threading.current_thread().name
+        whose = f"thread {owner.name!r}" if owner else "a thread that has ended"
+        what = f"belongs to {whose} until cache.eval(), expected this thread, {mine!r}"
+        remedy = "call cache.eval() there first" if owner else "call cache.eval(), or reset it"
+        raise CacheError(what, where="cache", remedy=remedy)
+
+    # What the model calls: `call` around all, in it `after`, then for each layer rotation, extend
+    # and mask, and `done`.
+
+    @contextmanager
+    def call(self, batch: int, length: int, index_pos: int | None, model: Llama) -> Iterator[int]:
+        """One forward call: gives what `admit` does, and undoes the call where it fails."""
+        with _CLAIMS:
+            self.require_thread()
+            before = self.__dict__.copy()
+            self._owner, self._calling = weakref.ref(threading.current_thread()), True
+        try:
+            yield self.admit(batch, length, index_pos, model)
+        except BaseException:
+            if self.guarded:
+                self.restore(before["_layers"])
+                kept = ("fingerprint", "_weights", "_last", "_owner")
+                self.__dict__.update({name: before[name] for name in kept})
+            raise
+        finally:
+            self._calling = False
+
+    def after(self, ids: mx.array) -> mx.array:
+        """The ids of a call, which are there once the call before it has been computed."""
+        first: mx.array = mx.depends([ids], [self._last])[0]
+        return first
+
+    def done(self, logits: mx.array) -> mx.array:
+        """The logits of a call; from now on it is the last one."""
+        # Both come into being at once, so that this waits for nothing that logits do not.
+        logits, self._last = mx.depends([logits, self._last], [self._last])
+        return logits
 
     def admit(self, batch: int, length: int, index_pos: int | None, model: Llama) -> int:
         """The position of the first of `length` new tokens in each of `batch` sequences.
@@ -215,23 +296,33 @@ class Cache:
             what += f" is beyond the {self.max_length} rows of the RoPE tables"
             why = rope.end(self.config, self.max_length, start + length)
             raise CacheError(what, where="cache", remedy=why)
+        weights = _arrays(model) if self.guarded and model.fingerprint is None else ()
         if self.guarded:
-            self._guard(batch, start, held, model.fingerprint)
+            self._guard(batch, start, held, model.fingerprint, weights)
         # Rows of several weights, which only an unguarded cache can hold, are no known weights'.
         same = not held or model.fingerprint == self.fingerprint
-        self.fingerprint = model.fingerprint if same else None
+        self.fingerprint, self._weights = model.fingerprint if same else None, weights
         return start
 
     def _check_model(self, model: Llama) -> None:
         if model.config != self.config:
+            mine, theirs = flat(asdict(self.config)), flat(asdict(model.config))
+            key = next(k for k in theirs if mine[k] != theirs[k] and k not in OF_READING)
             what = "made for another config than the model's"
+            what += f": {key} is {mine[key]!r:.120}, expected {theirs[key]!r:.120}"
             raise CacheError(what, where="cache", remedy="make it with Cache(model.config)")
         if model.dtype != self.dtype:
             what = f"dtype is {name_of(self.dtype)}, the weights' is {name_of(model.dtype)}"
             remedy = f"make it with Cache(model.config, dtype='{name_of(model.dtype)}')"
             raise CacheError(what, where="cache", remedy=remedy)
 
-    def _guard(self, batch: int, start: int, held: int, fingerprint: str | None) -> None:
+    def _guard(
+        self, batch: int, start: int, held: int, fingerprint: str | None, weights: Weights = ()
+    ) -> None:
+        lengths = [layer.length for layer in self._layers]
+        if min(lengths) != max(lengths):
+            what = f"its layers hold {min(lengths)} to {max(lengths)} tokens, expected one length"
+            raise CacheError(what, where="cache", remedy=f"crop it to {min(lengths)} or reset it")
         if start != held:
             holder, remedy = f"the cache holds {held} tokens", "leave index_pos out"
             if not self.use_kv_cache:
@@ -248,6 +339,9 @@ class Cache:
         if held and fingerprint != self.fingerprint:
             what = f"the weights are {short(fingerprint)}, expected {short(self.fingerprint)}"
             what += " (those of the tokens held)"
+            raise CacheError(what, where="cache", remedy="make a new cache")
+        if held and [*map(id, weights)] != [*map(id, self._weights)]:
+            what = "the weights, without a fingerprint, are other arrays than the tokens held had"
             raise CacheError(what, where="cache", remedy="make a new cache")
 
     def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
@@ -291,13 +385,25 @@ def short(fingerprint: str | None) -> str:
 
 def _put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     """The buffer with `rows` at `start` along S; larger by whole blocks where they do not fit."""
-    B, K, L, D = rows.shape
-    full = buffer if buffer is not None else mx.zeros((B, K, 0, D), rows.dtype)
-    lacking = start + L - full.shape[2]
-    if lacking > 0:
-        blank = mx.zeros((B, K, -(-lacking // BLOCK) * BLOCK, D), rows.dtype)
-        full = mx.concatenate([full, blank], axis=2)
+    L, capacity = rows.shape[2], 0 if buffer is None else buffer.shape[2]
+    more = -(-max(0, start + L - capacity) // BLOCK) * BLOCK
+    if buffer is None:
+        return mx.pad(rows, [(0, 0), (0, 0), (0, more - L), (0, 0)])
+    full = mx.pad(buffer, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else buffer
     return mx.slice_update(full, rows, mx.array([start]), axes=[2])
+
+
+def _living(thread: weakref.ref[threading.Thread]) -> threading.Thread | None:
+    found = thread()
+    return found if found is not None and found.is_alive() else None
+
+
+def _arrays(model: Llama) -> Weights:
+    """Each of a model's weights, to be known again and not to be kept alive.
+
+    While an array lives, every reference to it is the same object.
+    """
+    return tuple(weakref.ref(array) for _, array in tree_flatten(model.parameters()))
 
 
 def _whole(value: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,8 @@ import numpy as np
 
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError, Layer, short
+from mlxkv.port.config.llama import OF_READING
+from mlxkv.port.config.values import flat
 from mlxkv.port.ops import DTYPES, name_of
 from oracle.formats.disk import atomic
 from oracle.formats.errors import Refusal, one_line
@@ -42,6 +45,8 @@ _REMEDIES = {
 }
 _REMEDY = "load the model that filled it, or fill a new cache"
 _DAMAGED = "save or copy it again"
+_OTHER = "give a file that Cache.save wrote"
+_MAGIC = {b"GGUF": "a GGUF file", b"PK": "a zip, as PyTorch writes", b"{": "a JSON file"}
 
 
 class _Unfit(Refusal):
@@ -53,6 +58,7 @@ class _Unfit(Refusal):
 
 def save(cache: Cache, path: Path) -> None:
     """Writes `cache`; an earlier file of that name stays whole until the new one is."""
+    cache.require_thread()
     _check(cache)
     meta = _made_of(cache, cache.fingerprint if len(cache) else None) | {
         "length": len(cache),
@@ -105,8 +111,8 @@ def _check(cache: Cache) -> None:
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
     config = json.loads(json.dumps(asdict(cache.config)))
-    # These say something of a config, and nothing is computed from them.
-    del config["notes"], config["defaults"]
+    for key in OF_READING:
+        del config[key]
     tables = hashlib.sha256()
     with ops.stream(cache.dtype):
         for table in (cache.cos, cache.sin):
@@ -151,16 +157,39 @@ def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 def _read_meta(file: BinaryIO) -> dict[str, Any]:
     """The metadata, of which nothing is known but that it is a JSON object."""
-    length = int.from_bytes(file.read(8), "little")
+    begin = file.read(8)
+    length = int.from_bytes(begin, "little")
+    text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
     try:
-        text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
-        meta = json.loads(json.loads(text)["__metadata__"]["mlxkv"])
+        header = json.loads(text) if length <= _MOST_HEADER else {}
+        kind = _kind(begin, header)
+        if kind:
+            raise _Unfit(f"not an mlxkv cache but {kind}, expected {FORMAT}", _OTHER)
+        meta = json.loads(header["__metadata__"]["mlxkv"])
         if not isinstance(meta, dict):
             raise ValueError(f"metadata is a {type(meta).__name__}")
-        _flat(meta)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        flat(meta)
+    except _Unfit:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Unfit(f"not a whole {FORMAT} file ({one_line(error)})") from error
     return meta
+
+
+def _kind(begin: bytes, header: Mapping[str, Any]) -> str:
+    """What a file is that is not a cache of ours, as its first bytes and its header tell."""
+    if int.from_bytes(begin, "little") > _MOST_HEADER:
+        return next((k for magic, k in _MAGIC.items() if begin.startswith(magic)), "no safetensors")
+    meta = header.get("__metadata__") or {}
+    if "mlxkv" in meta:
+        found = re.search(r"mlxkv-(?!cache)[a-z]+/\d+", str(meta["mlxkv"]))
+        return f"of another kind, {found[0]}" if found else ""
+    classes = [value for value in meta.values() if str(value).endswith("Cache")]
+    if classes:
+        return f"mlx-lm's prompt cache ({classes[0]})"
+    names = [name for name in header if name != "__metadata__"]
+    weights = any(name.endswith(".weight") for name in names)
+    return "a model's weights" if weights else f"a safetensors file of {len(names)} other tensors"
 
 
 def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
@@ -178,7 +207,7 @@ def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
 
 def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuses the first field that is not the model's, then one that no cache has."""
-    found, wanted = _flat(meta), _flat(expected)
+    found, wanted = flat(meta), flat(expected)
     for key, value in wanted.items():
         theirs = found.get(key, ...)
         if key == "fingerprint" and meta.get("length") == 0 and theirs is None:
@@ -246,16 +275,6 @@ def _bytes_of(array: mx.array) -> bytes:
 
 def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
     return mx.array(np.frombuffer(data, f"u{dtype.size}").reshape(shape)).view(dtype)
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
-    found: dict[str, Any] = {}
-    for key, entry in value.items():
-        found |= (
-            _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
-        )
-    return found
 
 
 def _brief(key: str, value: Any) -> str:

@@ -178,15 +178,8 @@ class Llama(nn.Module):
         """
         ids = self._ids(tokens)
         B, L = ids.shape
-        start = cache.admit(B, L, index_pos, self)
-        before = cache.layers
-        try:
-            with ops.stream(self.dtype):
-                return self._logits(ids, cache, start, all_positions, tap)
-        except BaseException:
-            if cache.guarded:
-                cache.restore(before)
-            raise
+        with cache.call(B, L, index_pos, self) as start, ops.stream(self.dtype):
+            return cache.done(self._logits(ids, cache, start, all_positions, tap))
 
     def _ids(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         expected = "tokens: expected whole numbers of shape (B, L)"
@@ -210,7 +203,7 @@ class Llama(nn.Module):
         all_positions: bool,
         tap: ModelTap | None,
     ) -> mx.array:
-        x = self.embed_tokens(mx.array(ids))  # [B, L, E]
+        x = self.embed_tokens(cache.after(mx.array(ids)))  # [B, L, E]
         if tap is not None:
             tap(0, "embedding", x)
         for i, block in enumerate(self.layers):

@@ -27,6 +27,8 @@ from oracle.model.packing import Packed
 DEFAULT = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+_POSITIONS = "max_position_embeddings"
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -80,7 +82,9 @@ class Checkpoint:
 
     @property
     def max_positions(self) -> int:
-        return self._whole("max_position_embeddings")
+        if self.config.get("model_type") == "llama" and _POSITIONS not in self.config:
+            return 2048  # transformers' own
+        return self._whole(_POSITIONS)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -226,27 +230,34 @@ def _opened(
     config = safetensors.read_object(path)
     tensors = safetensors.tensors(folder)
     packed = packing.read(path, config, tensors)
-    found = fingerprint.contents(tensors, progress=progress)
-    largest = {n: fingerprint.magnitude(tensors[n].dtype, b) for n, b in found.largest.items()}
-    for tensor, most in largest.items():
-        if not most < math.inf:
-            odd = "NaN" if math.isnan(most) else "infinity"
-            what = f"{tensor} holds {odd}, expected finite weights"
-            raise Refusal(what, where=tensors[tensor].file, remedy="download or save it again")
+    contents = fingerprint.contents(tensors, progress=progress)
+    assumed = f"{_POSITIONS} 2048 assumed, as in transformers"
+    absent = config.get("model_type") == "llama" and _POSITIONS not in config
     return Checkpoint(
         folder=folder,
         source=source,
         name=name,
-        note=_notes(note, packing.words(packed)),
+        note=_notes(note, packing.words(packed), assumed if absent else ""),
         revision=revision,
         config=config,
         config_digest=_digest(config),
         tensors=tensors,
-        fingerprint=fingerprint.fingerprint(tensors, found.hashes),
+        fingerprint=fingerprint.fingerprint(tensors, contents.hashes),
         packed=packed,
-        hashes=found.hashes,
-        largest=largest,
+        hashes=contents.hashes,
+        largest=_finite(tensors, contents.largest),
     )
+
+
+def _finite(tensors: Mapping[str, Tensor], largest: Mapping[str, int]) -> dict[str, float]:
+    """The largest magnitude of each tensor; a Refusal where one is infinite or no number."""
+    found = {n: fingerprint.magnitude(tensors[n].dtype, bits) for n, bits in largest.items()}
+    for name, most in found.items():
+        if not most < math.inf:
+            odd = "NaN" if math.isnan(most) else "infinity"
+            what = f"{name} holds {odd}, expected finite weights"
+            raise Refusal(what, where=tensors[name].file, remedy="download or save it again")
+    return found
 
 
 def _notes(*notes: str) -> str:

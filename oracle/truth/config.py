@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = {key for keys in IGNORED.values() for key in keys.split()}
 # counts as absent.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
-    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], []),
+    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], ["LlamaModel"], []),
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
     "rope_interleaved": (False,),
@@ -62,6 +62,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
 }
+# What transformers takes where the key is absent; a null says nothing that could be followed.
+_ABSENT = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 # The largest that is believed is far above every Llama, so that nothing is looped over or made for
 # a number that is a mistake.
 _SIZES = {
@@ -74,7 +76,7 @@ _SIZES = {
 }
 _MOST_HEAD_DIM = 2**16
 _OPTIONAL = """num_key_value_heads head_dim rms_norm_eps tie_word_embeddings attention_bias mlp_bias
-    rope_theta rope_scaling rope_parameters original_max_position_embeddings"""
+    rope_theta rope_scaling rope_parameters original_max_position_embeddings layer_types"""
 _USED = {*_SIZES, *_OPTIONAL.split()}
 OLD_FREQUENCIES = ".rotary_emb.inv_freq"
 """The end of the names under which old files keep RoPE's frequencies, which nobody reads."""
@@ -181,12 +183,16 @@ def read_config(
 ) -> Config:
     """The Config of a decoded config.json, from which a person took the keys `without`."""
     refuse_taken_out(without, {*_USED, *_NEUTRAL}, where)
-    given = Keys({key: value for key, value in values.items() if value is not None}, where)
     _refuse_unknown(Keys(values, where))
-    if "rms_norm_eps" in values and values["rms_norm_eps"] is None:
-        what = "rms_norm_eps is null, expected a number above 0"
-        raise given.refusal(what, "correct config.json, or take the key out for 1e-06")
+    given = Keys(_ABSENT | {k: v for k, v in values.items() if v is not None}, where)
+    missing = [key for key in _SIZES if key not in given.values]
+    if len(missing) > 1:
+        what = f"no {', '.join(missing)}, expected a whole number from 1 for each"
+        raise given.refusal(what, "correct config.json")
     sizes = {key: given.whole(key, most=most) for key, most in _SIZES.items()}
+    full = ["full_attention"] * sizes["num_hidden_layers"]
+    if given.values.get("layer_types", full) != full:
+        raise given.wrong("layer_types", f"'full_attention' for each of {len(full)} layers")
     heads, positions = sizes["num_attention_heads"], sizes["max_position_embeddings"]
     most = _SIZES["num_attention_heads"]
     kv_heads = given.whole("num_key_value_heads", most=most, default=heads)
@@ -203,7 +209,7 @@ def read_config(
         head_dim=head_dim,
         vocab_size=sizes["vocab_size"],
         max_positions=positions,
-        eps=given.number("rms_norm_eps", 1e-6),
+        eps=given.number("rms_norm_eps"),
         theta=theta,
         scaling=scaling,
         tied=given.flag("tie_word_embeddings"),
@@ -223,7 +229,16 @@ def refuse_taken_out(without: Sequence[str], known: set[str], where: str) -> Non
 def _refuse_unknown(given: Keys) -> None:
     if given.values.get("model_type") is None:
         raise given.refusal("no model_type, expected 'llama'", "only Llama models can be run")
+    unknown = [k for k in given.values if k not in {*_NEUTRAL, *_WITHOUT_EFFECT, *_USED}]
+    if unknown:
+        named = ", ".join(f"{key!r} ({brief(given.values[key])})" for key in unknown)
+        what = f"unknown key{'s' * (len(unknown) > 1)} {named}, which may change the logits"
+        ignoring = " ".join(f"--ignore-key {key}" for key in unknown)
+        raise given.refusal(what, f"{ignoring} if it does not")
     for key, value in given.values.items():
+        if value is None and key in _ABSENT:
+            what = f"{key} is null, expected a value, or no such key for {_ABSENT[key]!r}"
+            raise given.refusal(what, "take the key out or correct it")
         neutral = _NEUTRAL.get(key, ())
         if (
             neutral
@@ -232,9 +247,6 @@ def _refuse_unknown(given: Keys) -> None:
         ):
             what = f"{key} is {described(value)}, expected {neutral[0]!r}"
             raise given.refusal(what, "only plain Llama models can be run")
-        if not neutral and key not in _WITHOUT_EFFECT and key not in _USED:
-            what = f"unknown key {key!r} ({brief(value)}), which may change the logits"
-            raise given.refusal(what, "--ignore-key if it does not")
 
 
 def _head_dim(given: Keys, hidden: int, heads: int) -> int:
@@ -250,10 +262,9 @@ def _head_dim(given: Keys, hidden: int, heads: int) -> int:
 def effective(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that transformers is given: a sliding_window, for one, would shorten its cache.
 
-    It takes null for a value where the truth takes it for an absent key.
+    Of a null, which it refuses in some places, it would make the default that it takes anyway.
     """
-    kept = {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
-    return {key: value for key, value in kept.items() if value is not None}
+    return {k: v for k, v in values.items() if k not in _WITHOUT_EFFECT and v is not None}
 
 
 def check_weights(config: Config, checkpoint: Checkpoint) -> None:

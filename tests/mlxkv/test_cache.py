@@ -11,6 +11,7 @@ Where each point is tested; a test of the cache has its point's number in its na
 17 no hidden growth: test_cache_memory.py, test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else
 18 causality: test_llama.py: test_a_token_changes_its_own_row_and_none_before_it
 20 token 0: test_llama.py: test_with_one_key_attention_is_its_value_through_o_proj
+threads, and what is evaluated when: test_cache_threads.py; test_cache_memory.py
 all of them in any order: test_cache_properties.py
 """
 
@@ -23,6 +24,7 @@ import models
 import numpy as np
 import pytest
 from caches import LAYOUTS, Array, ModelOf, config, extend, fresh, held, refused, rows, run, same
+from config_cases import LINEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,16 +126,24 @@ def test_4_layers_are_independent() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_hidden_layers": 2}, {"rope_theta": 9999.0}, {"num_key_value_heads": 1}]
+    ("changes", "difference"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, expected 3"),
+        ({"rope_theta": 9999.0}, "rope.theta is 9999.0, expected 10000.0"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1, expected 2"),
+        ({"rope_scaling": LINEAR}, "rope.rope_type is 'linear', expected 'default'"),
+    ],
 )
-def test_4_a_cache_of_another_config_is_refused(changes: dict[str, Any], model_of: ModelOf) -> None:
+def test_4_a_cache_of_another_config_is_refused_by_the_field(
+    changes: dict[str, Any], difference: str, model_of: ModelOf
+) -> None:
     model = model_of()
     for guarded in (True, False):
         cache = Cache(config(**changes), guarded=guarded)
         message = refused(lambda cache=cache: model([[1, 2]], cache=cache), cache)  # type: ignore[misc]
         assert (
             message
-            == "cache: made for another config than the model's; make it with Cache(model.config)"
+            == f"cache: made for another config than the model's: {difference}; make it with Cache(model.config)"
         )
 
 

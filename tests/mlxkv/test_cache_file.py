@@ -478,18 +478,30 @@ def test_11_what_is_no_cache_file_is_refused(
     text.write_text("a text that is no cache")
     empty.write_bytes(b"")
 
-    expected = "expected 'mlxkv-cache/1' as the model's; it was written by another version: fill a new cache"
-    assert refusal(trace, model_of()) == f"format is 'mlxkv-trace/1', {expected}"
-    for path in (
-        text,
-        empty,
-        folder_of("gqa") / "model.safetensors",
-        folder_of("gqa") / "config.json",
-    ):
-        assert re.fullmatch(
-            r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again",
-            refusal(path, model_of()),
+    theirs, archive = tmp_path / "prompt.safetensors", tmp_path / "model.pt"
+    rows = {"0.0": mx.zeros((1, 2, 3, 8)), "0.1": mx.zeros((1, 2, 3, 8))}
+    # As mlx-lm's save_prompt_cache writes it.
+    mx.save_safetensors(str(theirs), rows, {"1.0": "KVCache", "2.0": "", "0.model": "a/b"})
+    arrays = tmp_path / "arrays.safetensors"
+    mx.save_safetensors(str(arrays), rows)
+    archive.write_bytes(b"PK\3\4" + bytes(range(40)))
+
+    for path, kind in {
+        trace: "of another kind, mlxkv-trace/1",
+        theirs: "mlx-lm's prompt cache (KVCache)",
+        folder_of("gqa") / "model.safetensors": "a model's weights",
+        arrays: "a safetensors file of 2 other tensors",
+        folder_of("gqa") / "config.json": "a JSON file",
+        archive: "a zip, as PyTorch writes",
+        text: "no safetensors",
+    }.items():
+        assert (
+            refusal(path, model_of())
+            == f"not an mlxkv cache but {kind}, expected mlxkv-cache/1; give a file that Cache.save wrote"
         )
+    assert re.fullmatch(
+        r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again", refusal(empty, model_of())
+    )
     assert (
         refusal(tmp_path / "none", model_of())
         == "cannot be read (No such file or directory); check the path"

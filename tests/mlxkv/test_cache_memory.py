@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,52 @@ def test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else(tmp_path:
     assert (len(cache), size) == (5002, 2 * 2 * 5120 * 8 * 4)
     mx.synchronize()
     assert mx.get_active_memory() - before <= size + 4096
+
+
+LOOP = """
+import sys
+
+import mlx.core as mx
+
+from mlxkv.port.cache import Cache
+from mlxkv.port.weights import load
+
+mx.set_default_device(mx.cpu)
+folder, kept, guarded = sys.argv[1:]
+model = load(folder)
+cache = Cache(model.config, dtype=model.dtype, guarded=guarded == "guarded")
+base, evaluate = mx.get_active_memory(), mx.eval
+mx.reset_peak_memory()
+mx.eval = mx.async_eval = None  # no call evaluates by itself
+asked = []
+for i in range(2000):
+    logits = model([[i % 40]], cache=cache)
+    asked = asked if kept == "kept" else []
+    asked.append(logits)
+evaluate(asked)
+# The rows that were asked for are the asker's.
+print(mx.get_peak_memory() - base - sum(a.nbytes for a in asked), cache.nbytes)
+"""
+
+
+@pytest.mark.parametrize("kept", ["kept", "dropped"])
+@pytest.mark.parametrize("guarded", ["guarded", "unguarded"])
+def test_17_steps_that_are_evaluated_at_the_end_take_no_copies_of_the_cache(
+    kept: str, guarded: str, tmp_path: Path
+) -> None:
+    changes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+    models.save(tmp_path, models.config("gqa", **changes))
+
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP, str(tmp_path), kept, guarded],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    peak, size = map(int, done.stdout.split())
+    assert size == 2000 * 2 * 2 * 2 * 8 * 4
+    assert peak <= 2 * size
 
 
 def test_17_a_lone_cache_is_written_in_place() -> None:

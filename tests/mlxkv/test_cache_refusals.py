@@ -13,6 +13,7 @@ from caches import LAYOUTS, ModelOf, fresh, held, refused, run, same
 
 from mlxkv.port import ops
 from mlxkv.port.cache import CacheError
+from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 
 
@@ -214,3 +215,57 @@ def test_15_the_weights_of_another_model_are_refused_with_both(
     run(model, cache, [4])
     cache.reset()
     assert np.array_equal(run(other, cache, [1, 2]), run(other, fresh(other), [1, 2]))
+
+
+def test_15_layers_of_different_lengths_are_refused_with_both(model_of: ModelOf) -> None:
+    model, cache = model_of(), fresh(model_of())
+    run(model, cache, models.ids(11))
+    row = mx.zeros((1, 2, 1, 8))
+    cache.extend(0, row, row)
+
+    message = refused(lambda: model([[1]], cache=cache), cache)
+
+    assert (
+        message
+        == "cache: its layers hold 11 to 12 tokens, expected one length; crop it to 11 or reset it"
+    )
+    too_many = refused(lambda: cache.crop(12), cache)
+    assert too_many == "cache: crop to 12, expected a whole number from 0 to the 11 tokens held"
+    cache.crop(11)
+    alone = fresh(model)
+    run(model, alone, models.ids(11))
+    assert np.array_equal(run(model, cache, [1]), run(model, alone, [1]))
+
+
+def test_15_weights_without_a_name_are_told_apart_by_their_arrays(model_of: ModelOf) -> None:
+    mine, other = (Llama(model_of().config) for _ in range(2))
+    cache = fresh(mine)
+    run(mine, cache, [1, 2, 3])
+
+    for model in (other, model_of()):
+        refused(lambda model=model: model([[4]], cache=cache), cache)  # type: ignore[misc]
+    message = refused(lambda: other([[4]], cache=cache), cache)
+    assert (
+        message
+        == "cache: the weights, without a fingerprint, are other arrays than the tokens held had; make a new cache"
+    )
+    run(mine, cache, [4])
+
+    # Weights that were trained on meanwhile are others too.
+    mine.layers[1].mlp.update({"up_proj": {"weight": mine.layers[1].mlp.up_proj.weight * 2}})
+    assert refused(lambda: mine([[5]], cache=cache), cache) == message
+    cache.reset()
+    run(other, cache, [1])
+
+
+def test_15_a_failed_call_leaves_the_weights_name_as_it_was(model_of: ModelOf) -> None:
+    model, cache = model_of(), fresh(model_of())
+
+    def tap(*_: object) -> mx.array:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        model([[1]], cache=cache, tap=tap)
+
+    assert cache.fingerprint is None
+    assert len(cache) == 0

@@ -111,12 +111,49 @@ OPTIONAL = {"num_key_value_heads": 9, "head_dim": 64}
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("value", [..., None, "8", -1, 0, 8.0, True, [8]])
 def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(key: str, value: Any) -> None:
-    shown = repr(None if value is ... else value)
+    shown, expected = repr(None if value is ... else value), "a whole number from 1"
+    if key == "max_position_embeddings" and value is ...:
+        return  # the one size that transformers has a usual default for
+    if key == "max_position_embeddings" and value is None:
+        expected = "a value, or no such key, which stands for 2048"
 
     assert (
-        refusal(SMOLLM2, **{key: value})
-        == f"config.json: {key}: expected a whole number from 1, got {shown}"
+        refusal(SMOLLM2, **{key: value}) == f"config.json: {key}: expected {expected}, got {shown}"
     )
+
+
+def test_absent_positions_are_those_of_transformers_and_that_is_said() -> None:
+    found = read(SMOLLM2, max_position_embeddings=...)
+
+    assert found.max_position_embeddings == 2048
+    assert ("max_position_embeddings", 2048) in found.defaults
+
+
+def test_all_sizes_that_are_missing_are_named_at_once() -> None:
+    found = refusal(SMOLLM2, vocab_size=..., hidden_size=None)
+
+    expected = "hidden_size, vocab_size: expected a whole number from 1 for each, got none"
+    assert found == f"config.json: {expected}"
+
+
+def test_all_unknown_keys_are_named_at_once_with_their_remedy() -> None:
+    found = refusal(SMOLLM2, use_rope=False, attention_sinks=None, x={"a": "b"})
+
+    assert (
+        found
+        == "config.json: use_rope, attention_sinks, x: expected no such key in a Llama config (it may change the model), got False, None, {'a': 'b'}; --ignore-key use_rope --ignore-key attention_sinks --ignore-key x if it does not"
+    )
+
+
+def test_layer_types_of_full_attention_are_taken_and_no_others() -> None:
+    n = SMOLLM2["num_hidden_layers"]
+
+    assert read(SMOLLM2, layer_types=["full_attention"] * n) == read(SMOLLM2)
+    for value in (["full_attention"] * (n - 1), ["sliding_attention"] * n, [], "full_attention"):
+        found = refusal(SMOLLM2, layer_types=value)
+        assert found.startswith(
+            f"config.json: layer_types: expected 'full_attention' for each of {n} layers, got "
+        )
 
 
 MOST = {
@@ -197,10 +234,13 @@ def test_query_heads_must_be_a_multiple_of_kv_heads() -> None:
     assert refusal(SMOLLM2, num_key_value_heads=4) == expected
 
 
-@pytest.mark.parametrize("value", [..., None])
-def test_an_absent_eps_is_that_of_transformers_and_that_is_said(value: Any) -> None:
-    assert read(SMOLLM2, rms_norm_eps=value).rms_norm_eps == 1e-6
-    assert ("rms_norm_eps", 1e-6) in read(SMOLLM2, rms_norm_eps=value).defaults
+def test_an_absent_eps_is_that_of_transformers_and_that_is_said() -> None:
+    assert read(SMOLLM2, rms_norm_eps=...).rms_norm_eps == 1e-6
+    assert ("rms_norm_eps", 1e-6) in read(SMOLLM2, rms_norm_eps=...).defaults
+    assert (
+        refusal(SMOLLM2, rms_norm_eps=None)
+        == "config.json: rms_norm_eps: expected a value, or no such key, which stands for 1e-06, got None"
+    )
 
 
 @pytest.mark.parametrize("value", ["8", -1, 0, True, float("nan"), float("inf"), 10**310])
@@ -279,7 +319,7 @@ def test_keys_of_no_effect_are_let_through_whatever_they_say(key: str) -> None:
 
 @pytest.mark.parametrize("value", [8, "x", True, 0, 0.0, "", [], {}, None, False])
 def test_an_unknown_key_is_refused_by_name(value: Any) -> None:
-    expected = f"config.json: sliding_windows: expected no such key in a Llama config (it may change the model), got {value!r}"
+    expected = f"config.json: sliding_windows: expected no such key in a Llama config (it may change the model), got {value!r}; --ignore-key sliding_windows if it does not"
     assert refusal(SMOLLM2, sliding_windows=value) == expected
 
 

@@ -625,11 +625,3 @@ def test_a_null_is_an_absent_key_to_transformers_too(key):
     given = LlamaConfig.from_dict(effective(values))
     assert LlamaForCausalLM(given).config.to_dict() == given.to_dict()
     assert read_config(values) == read_config({k: v for k, v in values.items() if k != key})
-
-
-def test_an_eps_that_is_null_is_one_line():
-    with pytest.raises(Refusal) as caught:
-        read_config(models.config_of("mha") | {"rms_norm_eps": None})
-    what = "rms_norm_eps is null, expected a number above 0"
-    remedy = "correct config.json, or take the key out for 1e-06"
-    assert str(caught.value) == f"config.json: {what}; {remedy}"

@@ -121,6 +121,7 @@ def _active() -> int:
     import mlx.core as mx
 
     gc.collect()
+    mx.synchronize()
     return mx.get_active_memory()
 
 

@@ -32,6 +32,7 @@ USED = (
     "rms_norm_eps",
     "hidden_act",
     "model_type",
+    "layer_types",
 )
 
 _IGNORED = {
@@ -67,7 +68,7 @@ IGNORED = {key: reason for reason, keys in _IGNORED.items() for key in keys.spli
 """Keys that change nothing whatever they say, each with the reason."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], []),
+    "architectures": (["LlamaForCausalLM"], ["LLaMAForCausalLM"], ["LlamaModel"], []),
     "is_causal": (True,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -81,6 +82,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, 1),
 }
 """Keys that a Llama may carry only with one of these values, or null: they change nothing."""
+
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+"""What transformers takes where the key is absent; null says nothing that could be followed."""
+
+KNOWN = {*USED, *IGNORED, *HARMLESS}
 
 
 def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:

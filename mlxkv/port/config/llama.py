@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.port.config.keys import HARMLESS, IGNORED, SIZES, USED, is_one_of
+from mlxkv.port.config.keys import DEFAULTS, HARMLESS, IGNORED, KNOWN, SIZES, USED, is_one_of
 from mlxkv.port.config.rope import Rope, read_rope
 from mlxkv.port.config.values import ConfigError, Values
 from oracle.model.safetensors import read_object
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
+
+OF_READING = ("defaults", "notes")
+"""The fields of a LlamaConfig that say how it was read; nothing is computed from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,38 +84,48 @@ def _check_keys(values: Values) -> None:
     if given.get("model_type") != "llama":
         expected = "'llama' (the port knows no other architecture)"
         raise values.error("model_type", expected, given.get("model_type"))
+    for key, default in DEFAULTS.items():
+        if key in given and given[key] is None:
+            raise values.error(key, f"a value, or no such key, which stands for {default!r}", None)
     if given.get("hidden_act") is None:
         values.filled("hidden_act", "silu")
     elif not is_one_of(given["hidden_act"], ("silu", "swish")):  # transformers' two names of it
         raise values.error("hidden_act", "'silu'", given["hidden_act"])
+    unknown = {key: value for key, value in given.items() if key not in KNOWN}
+    if unknown:
+        keys, found = ", ".join(unknown), ", ".join(f"{v!r:.60}" for v in unknown.values())
+        expected = "no such key in a Llama config (it may change the model)"
+        ignoring = " ".join(f"--ignore-key {key}" for key in unknown)
+        raise values.refusal(keys, expected, found, remedy=f"{ignoring} if it does not")
     for key, value in given.items():
         if key in HARMLESS:
             if value is not None and not is_one_of(value, HARMLESS[key]):
                 expected = f"{HARMLESS[key][0]} (another value changes the model)"
                 raise values.error(key, expected, value)
-        elif key in IGNORED:
-            if key == "sliding_window" and value is not None:
-                values.remarks.append(f"{key} {value!r:.40} ignored: {IGNORED[key]}")
-        elif key not in USED:
-            expected = "no such key in a Llama config (it may change the model)"
-            raise values.error(key, expected, value)
+        elif key == "sliding_window" and value is not None:
+            values.remarks.append(f"{key} {value!r:.40} ignored: {IGNORED[key]}")
 
 
 def _read(values: Values) -> LlamaConfig:
+    missing = [key for key in list(SIZES)[:5] if values.value.get(key) is None]
+    if len(missing) > 1:
+        raise values.refusal(", ".join(missing), "a whole number from 1 for each", "none")
     required = {key: values.size(key, most=SIZES[key]) for key in list(SIZES)[:6]}
+    layer_types = ["full_attention"] * required["num_hidden_layers"]
+    if values.value.get("layer_types", layer_types) not in (layer_types, None):
+        expected = f"'full_attention' for each of {len(layer_types)} layers"
+        raise values.error("layer_types", expected, values.value["layer_types"])
     hidden, heads = required["hidden_size"], required["num_attention_heads"]
     kv_heads = values.size("num_key_value_heads", most=SIZES["num_key_value_heads"], default=heads)
     if heads % kv_heads:
         divisor = f"a divisor of num_attention_heads {heads}"
         raise values.error("num_key_value_heads", divisor, kv_heads)
     head_dim, positions = _head_dim(values, hidden, heads), required["max_position_embeddings"]
-    eps = values.value.get("rms_norm_eps")
-    eps = values.filled("rms_norm_eps", 1e-6) if eps is None else eps
     return LlamaConfig(
         **required,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=values.number("rms_norm_eps", eps, above=0.0),
+        rms_norm_eps=values.number("rms_norm_eps", values.get("rms_norm_eps"), above=0.0),
         rope=read_rope(values, max_positions=positions, head_dim=head_dim),
         tie_word_embeddings=values.flag("tie_word_embeddings"),
         attention_bias=values.flag("attention_bias"),

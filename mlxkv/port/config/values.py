@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlxkv.port.config.keys import DEFAULTS
 from oracle.formats.errors import Refusal
 
 LARGEST = 1e30
@@ -26,6 +27,12 @@ class Values:
         self.defaults: list[tuple[str, Any]] = []
         self.remarks: list[str] = []
 
+    def get(self, key: str) -> Any:
+        """The value, or the one that is filled in where the key is absent."""
+        if key not in self.value and key in DEFAULTS:
+            return self.filled(key, DEFAULTS[key])
+        return self.value.get(key)
+
     def filled(self, key: str, value: Any) -> Any:
         """The value that transformers takes too where the key is absent; it is remembered."""
         self.defaults.append((key, value))
@@ -33,7 +40,7 @@ class Values:
 
     def size(self, key: str, *, most: int, default: int | None = None) -> int:
         """A whole number from 1 to `most`."""
-        value = self.value.get(key)
+        value = self.get(key)
         if value is None and default is not None:
             value = self.filled(key, default)
         return self.whole(key, value, most=most)
@@ -87,5 +94,15 @@ class Values:
     def error(self, key: str, expected: str, found: Any) -> ConfigError:
         return self.refusal(key, expected, repr(found)[:120])
 
-    def refusal(self, key: str, expected: str, found: str) -> ConfigError:
-        return ConfigError(f"expected {expected}, got {found[:160]}", where=f"{self.where}: {key}")
+    def refusal(self, key: str, expected: str, found: str, *, remedy: str = "") -> ConfigError:
+        what = f"expected {expected}, got {found[:160]}"
+        return ConfigError(what, where=f"{self.where}: {key}", remedy=remedy)
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
+    found: dict[str, Any] = {}
+    for key, entry in value.items():
+        nested = isinstance(entry, Mapping)
+        found |= flat(entry, f"{prefix}{key}.") if nested else {prefix + key: entry}
+    return found
