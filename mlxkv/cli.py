@@ -17,63 +17,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oracle.formats import exits
-from oracle.formats.errors import Refusal, one_line
+from oracle.formats.disk import read_text
+from oracle.formats.errors import Refusal
+from oracle.formats.options import Listed, Option, option, options
 
 if TYPE_CHECKING:
     from mlxkv.commands.compare.ask import Request
     from mlxkv.report.publish import Report
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers separated by commas."""
-
-    name = "n,n,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """A tuple, or click's usage error."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: expected whole numbers separated by commas", param, ctx)
-
-
-_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
 ONE_OR_MORE = click.IntRange(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
 
-def _option(name: str, what: str, *, into: str | None = None, **settings: Any) -> _Option:
-    """An option with its help, whose default, if it has one, is shown; `into` is its parameter."""
-    names = [name] if into is None else [name, into]
-    shown = settings.get("default") is not None
-    return click.option(*names, help=what, show_default=shown, **settings)
-
-
-def _options(*options: _Option) -> _Option:
-    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
-def _dtype(what: str, *, default: str | None = "float32") -> _Option:
+def _dtype(what: str, *, default: str | None = "float32") -> Option:
     dtypes = click.Choice(["float32", "float16", "bfloat16"])
-    return _option("--dtype", what, type=dtypes, default=default)
+    return option("--dtype", what, type=dtypes, default=default)
 
 
-def _json(what: str) -> _Option:
-    return _option("--json", f"Print {what} as JSON.", into="as_json", is_flag=True)
+def _json(what: str) -> Option:
+    return option("--json", f"Print {what} as JSON.", into="as_json", is_flag=True)
 
 
-def _report(what: str) -> _Option:
+def _report(what: str) -> Option:
     """--out and --json, for a function that returns what makes its report.
 
     The report is written and printed, and its exit code is the command's.
@@ -89,19 +57,19 @@ def _report(what: str) -> _Option:
             _print(report.json if as_json else report.text)
             sys.exit(report.exit_code)
 
-        return _options(_out, _json(what))(command)
+        return options(_out, _json(what))(command)
 
     return apply
 
 
-_out = _option("--out", "Where the report goes.", type=FOLDER, default=Path("mlxkv-report"))
-_device = _option(
+_out = option("--out", "Where the report goes.", type=FOLDER, default=Path("mlxkv-report"))
+_device = option(
     "--device", "Where MLX runs.", type=click.Choice(["auto", "gpu", "cpu"]), default="auto"
 )
-_model = _options(
+_model = options(
     click.argument("model", required=False),
-    _option("--revision", "The commit of a Hub model."),
-    _option(
+    option("--revision", "The commit of a Hub model."),
+    option(
         "--ignore-key",
         "An unknown key of config.json that changes nothing, to be taken out (may be given again).",
         into="ignore_keys",
@@ -109,26 +77,23 @@ _model = _options(
         multiple=True,
     ),
 )
-_run = _options(
-    _option("--prompt", "Text to start from  [default: The capital of France is]"),
-    _option("--prompt-file", "A UTF-8 text file to start from.", type=FOLDER),
-    _option("--tokens", "Token ids to start from.", type=Numbers()),
-    _option(
+_run = options(
+    option("--prompt", "Text to start from  [default: The capital of France is]"),
+    option("--prompt-file", "A UTF-8 text file to start from.", type=FOLDER),
+    option("--tokens", "Token ids to start from.", type=Listed(int)),
+    option(
         "--steps", "Greedy tokens to choose; the last is not fed  [default: 20]", type=ONE_OR_MORE
     ),
-    _option("--chunks", "Sizes in which the chunked plan sends the prompt.", type=Numbers()),
+    option("--chunks", "Sizes in which the chunked plan sends the prompt.", type=Listed(int)),
     _dtype("What both engines compute in  [default: float32]", default=None),
     _device,
-    _option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
-    _option(
-        "--engine",
-        "Whose Llama is judged.",
-        metavar="[port|mlx-lm|FILE.py:load]",
-        default="port",
+    option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
+    option(
+        "--engine", "Whose Llama is judged.", metavar="[port|mlx-lm|FILE.py:load]", default="port"
     ),
-    _option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
-    _option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
-    _option(
+    option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
+    option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
+    option(
         "--candidate",
         "A trace of a third engine, to be treated in the same way and shown beside.",
         into="candidates",
@@ -136,9 +101,9 @@ _run = _options(
         multiple=True,
     ),
 )
-_models = _options(
-    _option("--tiny/--no-tiny", "Small random models too.", default=True),
-    _option("--real/--no-real", "MODEL, or the default model.", default=True),
+_models = options(
+    option("--tiny/--no-tiny", "Small random models too.", default=True),
+    option("--real/--no-real", "MODEL, or the default model.", default=True),
     _dtype("What lane B computes in."),
 )
 
@@ -155,7 +120,7 @@ def cli() -> None:
 @cli.command()
 @_model
 @_run
-@_option(
+@option(
     "--prompts",
     "Many prompts: JSON lines, or a text a line; the worst decides.",
     metavar="FILE|builtin",
@@ -217,11 +182,11 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", "The first prompt  [default: The capital of France is]")
-@_option("--other-prompt", "Another that begins alike  [default: The capital of Germany is]")
-@_option("--tokens", "The first prompt as token ids.", type=Numbers())
-@_option("--other-tokens", "The other as token ids.", type=Numbers())
-@_option("--steps", "Greedy tokens after each prompt.", type=click.IntRange(3), default=20)
+@option("--prompt", "The first prompt  [default: The capital of France is]")
+@option("--other-prompt", "Another that begins alike  [default: The capital of Germany is]")
+@option("--tokens", "The first prompt as token ids.", type=Listed(int))
+@option("--other-tokens", "The other as token ids.", type=Listed(int))
+@option("--steps", "Greedy tokens after each prompt.", type=click.IntRange(3), default=20)
 @_device
 @_report("the matrix")
 def pitfalls(**options: Any) -> Callable[..., Report]:
@@ -255,10 +220,10 @@ def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report
 @cli.command()
 @_model
 @_models
-@_option(
+@option(
     "--fault", "Only this fault; may be given again  [default: all]", into="faults", multiple=True
 )
-@_option(
+@option(
     "--power",
     "Also put into this file what lane B lets pass; mlxkv/judge/power.json is the package's.",
     type=FOLDER,
@@ -277,7 +242,7 @@ def selftest(**options: Any) -> Callable[..., Report]:
 @cli.command()
 @_model
 @_models
-@_option("--seeds", "Correct runs on each model.", type=ONE_OR_MORE, default=5)
+@option("--seeds", "Correct runs on each model.", type=ONE_OR_MORE, default=5)
 @_report("the readings")
 def calibrate(**options: Any) -> Callable[..., Report]:
     """Measure what correct runs read at every gate, beside its limit: several models, all plans.
@@ -290,14 +255,14 @@ def calibrate(**options: Any) -> Callable[..., Report]:
 
 
 @cli.command()
-@_option(
+@option(
     "--check",
     "Make them again in a scratch folder and compare with the committed ones.",
     is_flag=True,
 )
-@_option("--only", "Some of the parts  [default: all]", type=PARTS, multiple=True)
-@_option("--candidate", "As for compare.", into="candidates", type=FOLDER, multiple=True)
-@_option("--out", "Where the reports are.", type=FOLDER, default=Path("reports"))
+@option("--only", "Some of the parts  [default: all]", type=PARTS, multiple=True)
+@option("--candidate", "As for compare.", into="candidates", type=FOLDER, multiple=True)
+@option("--out", "Where the reports are.", type=FOLDER, default=Path("reports"))
 @_device
 def reports(
     check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str
@@ -322,9 +287,9 @@ def reports(
 @_model
 @_dtype("What both compute in.")
 @_device
-@_option("--prefill", "Prompt lengths.", type=Numbers(), default="128,1024")
-@_option("--decode", "Tokens decoded after each.", type=ONE_OR_MORE, default=32)
-@_option("--rounds", "Turns of each engine per length.", type=ONE_OR_MORE, default=3)
+@option("--prefill", "Prompt lengths.", type=Listed(int), default="128,1024")
+@option("--decode", "Tokens decoded after each.", type=ONE_OR_MORE, default=32)
+@option("--rounds", "Turns of each engine per length.", type=ONE_OR_MORE, default=3)
 @_json("the figures")
 def bench(as_json: bool, **options: Any) -> None:
     """Measure the port's speed beside mlx-lm's."""
@@ -335,8 +300,8 @@ def bench(as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", "Text to start from.", default="The capital of France is")
-@_option("-n", "Tokens to generate.", into="--steps", type=ONE_OR_MORE, default=50)
+@option("--prompt", "Text to start from.", default="The capital of France is")
+@option("-n", "Tokens to generate.", into="--steps", type=ONE_OR_MORE, default=50)
 @_dtype("What the port computes in.")
 @_device
 def generate(model: str | None, prompt: str, steps: int, **options: Any) -> None:
@@ -377,12 +342,7 @@ def _request(
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
-    if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
-            what = f"cannot be read as UTF-8 text ({one_line(error)})"
-            raise Refusal(what, where=prompt_file, remedy="check the path") from error
+    prompt = read_text(prompt_file) if prompt_file is not None else prompt
     return Request(prompt=prompt, tokens=tokens, **rest)
 
 
@@ -408,6 +368,5 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
     exits.answer_signals()
     exits.console(cli)

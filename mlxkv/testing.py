@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxkv.engines import machine, oracle
+from mlxkv.engines import machine
 from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.verdict import judge
 from mlxkv.report import terminal
 from mlxkv.report.phrases import oracle_side, side
-from oracle.formats import trace
+from oracle.formats import run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta, Trace
@@ -53,7 +53,7 @@ def assert_agrees(
         traces = _given(model_or_trace, case, plans)
     else:
         follow = _follower(model_or_trace, case, dtype)
-        judged = oracle.judged(case.manifest, folder).items()
+        judged = run_folder.read_plans(folder, case.manifest).items()
         traces = {name: follow(plan) for name, plan in judged if plans is None or name in plans}
     exact = {name: one for name, one in traces.items() if one.meta.dtype == _ALGEBRA}
     rest = {name: one for name, one in traces.items() if name not in exact}
@@ -89,18 +89,14 @@ def _read(found: Trace | str | Path) -> Trace:
     return found if isinstance(found, Trace) else trace.read(found)
 
 
-def _follower(model: object, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
-    """What makes the model's trace of a plan."""
+def _follower(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], Trace]:
     machine.require_mlx()
-    from mlxkv.port.llama import Llama
-
-    return _of_llama(model, dtype) if isinstance(model, Llama) else _of_another(model, case, dtype)
-
-
-def _of_llama(model: Any, dtype: str | None) -> Callable[[Plan], Trace]:
     from mlxkv.engines import port
+    from mlxkv.port.llama import Llama
     from mlxkv.port.ops import name_of
 
+    if not isinstance(model, Llama):
+        return _of_another(model, case, dtype)
     own = name_of(model.dtype)
     if dtype not in (None, own):
         raise Refusal(f"dtype: {dtype!r}, expected {own!r} as the model's own; load it in {dtype}")

@@ -13,16 +13,12 @@ if TYPE_CHECKING:
     from oracle.formats.trace import Trace
 
 __all__ = ["Plan", "Trace", "plan", "run", "trace"]
-_HOME = {"Plan": "plan", "Trace": "trace", "plan": "plan", "trace": "trace"}
 
 
 def __getattr__(name: str) -> "Any":
-    """The public names, imported when they are first used."""
     from importlib import import_module
 
-    if name == "run":
-        return import_module("oracle.folder").run
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'oracle' has no attribute {name!r}")
-    module = import_module(f"oracle.formats.{_HOME[name]}")
-    return module if name == _HOME[name] else getattr(module, name)
+    module = import_module("oracle.folder" if name == "run" else f"oracle.formats.{name.lower()}")
+    return getattr(module, name, module)

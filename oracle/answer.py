@@ -157,7 +157,6 @@ def _whole(made: Trace) -> Trace:
 def _measure(
     question: Question, folder: Path, pool: _Pool, progress: Progress
 ) -> tuple[Trace, dict[str, float]]:
-    """The truth, or the mean in its place, and its proofs."""
     plan, config = pool.plans["full"], question.config
     if isinstance(config, Neighbour):
         made = mean.write(folder / MEAN, plan, pool.members, environment=pool.environment)
@@ -168,7 +167,7 @@ def _measure(
         config,
         plan=plan,
         segments=question.segments(pool.plans),
-        taps=question.taps,
+        taps=frozenset(question.taps),
         environment=pool.environment,
         progress=progress,
     )
@@ -190,14 +189,10 @@ def _manifest(
     checkpoint, config = question.checkpoint, question.config
     sequence = question.sequence(pool.generated)
     rope = {"rope": config.rope} if isinstance(config, Config) else {}
+    named = "source", "name", "note", "revision", "fingerprint", "config_digest"
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return Manifest(
-        source=checkpoint.source,
-        name=checkpoint.name,
-        note=checkpoint.note,
-        revision=checkpoint.revision,
-        fingerprint=checkpoint.fingerprint,
-        config_digest=checkpoint.config_digest,
+        **{name: getattr(checkpoint, name) for name in named},
         dtype=question.dtype,
         prompt=question.prompt,
         prompt_tokens=question.prompt_tokens,
@@ -213,5 +208,5 @@ def _manifest(
         ignored_keys=list(checkpoint.without),
         packed=packing.words(checkpoint.packed),
         environment=pool.environment | rope,
-        inputs=question.digest(),
+        inputs=run_folder.inputs_digest(checkpoint.fingerprint, checkpoint.config_digest, question),
     )

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from oracle.formats import exits
-from oracle.formats.errors import Refusal, one_line
+from oracle.formats.disk import read_text
+from oracle.formats.errors import Refusal
+from oracle.formats.options import Listed, option, options
 from oracle.formats.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -27,54 +29,23 @@ if TYPE_CHECKING:
     from oracle.formats.run_folder import Manifest
     from oracle.question import Computed, Making
 
-_Option = Callable[[Callable[..., None]], Callable[..., None]]
 _PATH = click.Path(path_type=Path)
 _DTYPES = ["float32", "float16", "bfloat16"]
 
 
-class _List(click.ParamType):  # type: ignore[type-arg]
-    """Values separated by commas: names, or whole numbers."""
-
-    def __init__(self, kind: Callable[[str], Any]) -> None:
-        self.name, self._kind = "n,n,..." if kind is int else "name,...", kind
-
-    def convert(self, value: Any, param: click.Parameter | None, _: object) -> tuple[Any, ...]:
-        try:
-            return tuple(self._kind(part) for part in str(value).split(","))
-        except ValueError:
-            what = f"{value!r}, expected whole numbers separated by commas"
-            raise Refusal(what, where=param.opts[0] if param else "") from None
-
-
-def _option(name: str, what: str, *, into: str | None = None, **settings: Any) -> _Option:
-    """An option with its help, whose default, if it has one, is shown; `into` is its parameter."""
-    names = [name] if into is None else [name, into]
-    shown = settings.get("default") is not None
-    return click.option(*names, help=what, show_default=shown, **settings)
-
-
-def _options(*options: _Option) -> _Option:
-    def apply(function: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
 _folder = click.argument("folder", type=_PATH)
-_model = _options(
+_model = options(
     click.argument("model", required=False),
-    _option("--revision", "The commit of a Hub model."),
+    option("--revision", "The commit of a Hub model."),
 )
 _key = "A key of config.json to take out, though unknown."
-_computed = _options(
-    _option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
-    _option("--threads", "Threads of torch  [default: one per core]", type=click.IntRange(1)),
-    _option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
+_computed = options(
+    option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
+    option("--threads", "Threads of torch  [default: one per core]", type=click.IntRange(1)),
+    option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
 )
-_json = _option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
-_out = partial(_option, "--out", type=_PATH, required=True)
+_json = option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
+_out = partial(option, "--out", type=_PATH, required=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -91,20 +62,20 @@ def cli() -> None:
 
 @cli.command()
 @_model
-@_option("--prompt", "Text to start from.")
-@_option("--prompt-file", "A UTF-8 text file to start from.", type=_PATH)
-@_option("--tokens", "Token ids to start from.", type=_List(int))
-@_option(
+@option("--prompt", "Text to start from.")
+@option("--prompt-file", "A UTF-8 text file to start from.", type=_PATH)
+@option("--tokens", "Token ids to start from.", type=Listed(int))
+@option(
     "--prompt-tokens",
     "With --steps 0: how many of --tokens are the prompt  [default: all]",
     type=int,
 )
-@_option("--steps", "Greedy tokens after the prompt.", type=click.IntRange(0), default=20)
-@_option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=_List(int))
+@option("--steps", "Greedy tokens after the prompt.", type=click.IntRange(0), default=20)
+@option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(int))
 @_computed
-@_option("--taps", "Places in a layer that the truth records.", type=_List(str), default="hidden")
-@_option("--keep-pool", "Keep the eager runs too.", is_flag=True)
-@_option("--force", "Replace a folder that an earlier run left.", is_flag=True)
+@option("--taps", "Places in a layer that the truth records.", type=Listed(str), default="hidden")
+@option("--keep-pool", "Keep the eager runs too.", is_flag=True)
+@option("--force", "Replace a folder that an earlier run left.", is_flag=True)
 @_out("The folder to make.")
 def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack[Making]) -> None:
     """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default."""
@@ -114,7 +85,7 @@ def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack
     if len(given) != 1:
         raise Refusal(f"{' and '.join(given) or 'no prompt'}: expected one of {', '.join(sources)}")
     if prompt_file:
-        making["prompt"] = _read(prompt_file)
+        making["prompt"] = read_text(prompt_file)
     with _computing() as progress:
         from oracle import folder
 
@@ -126,7 +97,7 @@ def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack
 
 @cli.command()
 @_model
-@_option(
+@option(
     "--plan",
     "A plan to follow; may be given again.",
     into="plan_files",
@@ -202,14 +173,6 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read as UTF-8 text ({one_line(error)})"
-        raise Refusal(what, where=path, remedy="check the path") from error
-
-
 @contextmanager
 def _computing() -> Iterator[Progress]:
     """Around whatever needs torch: its threads, the signals, and the progress that is shown."""
@@ -247,5 +210,4 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
     exits.console(cli)

@@ -30,6 +30,7 @@ from oracle.formats.run_folder import (
     Manifest,
     read_floors,
     read_manifest,
+    read_plans,
     write_manifest,
 )
 from oracle.model.checkpoint import require_llama, resolve
@@ -211,13 +212,7 @@ def _made_wrong(where: object, what: str) -> Refusal:
 
 
 def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
-    found = {}
-    for name, digest in manifest.plans.items():
-        path = folder / "plans" / f"{name}.json"
-        found[name] = plans.read(path)
-        if found[name].digest != digest:
-            what = f"digest {found[name].digest[:16]}, expected {digest[:16]}"
-            raise _made_wrong(path, what)
+    found = read_plans(folder, manifest)
     full = found["full"].steps[-1] if "full" in found else None
     whole = isinstance(full, Call) and list(full.tokens) == manifest.tokens
     wanted = set(judged_plans(manifest.tokens, prompt=manifest.prompt_tokens)) - {"chunked"}

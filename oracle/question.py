@@ -16,11 +16,11 @@ from typing import TypedDict
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.run_folder import inputs_digest
+from oracle.formats.run_folder import Inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.pool.neighbour import Neighbour, neighbour_of
-from oracle.truth.config import Config, check_weights, config_of
+from oracle.truth.config import Config, checked
 from oracle.truth.rope import Dynamic
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
@@ -57,30 +57,17 @@ class Making(Asked, total=False):
     force: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A model, and the sequence on which it is computed.
-
-    `tokens` are those given, of which the first `prompt_tokens` are the prompt; `steps` greedy ones
-    follow, of which the last is not part of the sequence. `taps` are the places inside a layer that
-    the truth records.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Inputs):
+    """A model, as the oracle reads it, and what is computed on it."""
 
     checkpoint: Checkpoint
     config: Config | Neighbour
     prompt: str | None
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    steps: int
-    chunks: tuple[int, ...] | None
-    dtype: str
-    threads: int
-    taps: frozenset[str]
     tokenizer: tokenizers.Tokenizer | None
 
     @property
     def length(self) -> int:
-        """Tokens of the judged sequence."""
         return len(self.tokens) + max(0, self.steps - 1)
 
     def sequence(self, generated: Sequence[int]) -> list[int]:
@@ -105,7 +92,7 @@ class Question:
             raise Refusal(what, where="tokens", remedy="take fewer steps")
         # "hidden" is everybody's default. Of a neighbour nothing inside a layer is recorded.
         known = list(config.taps(1)) if isinstance(config, Config) else ["hidden"]
-        for tap in sorted(self.taps - set(known)):
+        for tap in sorted(set(self.taps) - set(known)):
             raise Refusal(f"taps: {tap!r}, expected some of {', '.join(known)}")
         self._check_sides(self.plans([0] * self.steps))  # refuses chunks that do not add up
 
@@ -125,20 +112,6 @@ class Question:
                     where="tokens",
                     remedy="take a longer first chunk or fewer tokens",
                 )
-
-    def digest(self) -> str:
-        """Of everything that the answer depends on."""
-        return inputs_digest(
-            fingerprint=self.checkpoint.fingerprint,
-            config_digest=self.checkpoint.config_digest,
-            tokens=self.tokens,
-            prompt_tokens=self.prompt_tokens,
-            steps=self.steps,
-            chunks=self.chunks,
-            dtype=self.dtype,
-            threads=self.threads,
-            taps=self.taps,
-        )
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
         """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
@@ -197,7 +170,7 @@ def ask(
     check_run(dtype, threads)
     _check_sequence(prompt, tokens, prompt_tokens, steps)
     source = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
-    config = _config(source)
+    config = neighbour_of(source) if is_neighbour(source) else checked(source)
     tokenizer = tokenizers.load(source.folder)
     ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
@@ -211,19 +184,11 @@ def ask(
         chunks=None if chunks is None else tuple(chunks),
         dtype=dtype,
         threads=threads or os.cpu_count() or 1,
-        taps=frozenset(taps),
+        taps=taps,
         tokenizer=tokenizer,
     )
     question.check()
     return question
-
-
-def _config(checkpoint: Checkpoint) -> Config | Neighbour:
-    if is_neighbour(checkpoint):
-        return neighbour_of(checkpoint)
-    config = config_of(checkpoint)
-    check_weights(config, checkpoint)
-    return config
 
 
 def _check_sequence(

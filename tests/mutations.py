@@ -124,10 +124,12 @@ MUTATIONS = (
     M(
         "a kept answer without a tap passes for one with it",
         "oracle/formats/run_folder.py",
-        "[dtype, threads, sorted(taps)]",
-        "[dtype, threads]",
+        "inputs.threads, sorted(inputs.taps)]",
+        "inputs.threads]",
         "tests/oracle/test_folder.py",
         "oracle/trace.py",
+        was_find="[dtype, threads, sorted(taps)]",
+        was_put="[dtype, threads]",
         was_tests="tests/oracle",
     ),
     # oracle/model
@@ -638,7 +640,7 @@ MUTATIONS = (
     ),
     M(
         "a run folder's plans must not be those of its manifest",
-        "oracle/folder.py",
+        "oracle/formats/run_folder.py",
         "if found[name].digest != digest:",
         "if found[name].digest == digest:",
         "tests/oracle/test_folder.py",

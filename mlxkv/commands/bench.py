@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,21 +23,16 @@ from mlxkv.report.text import columns
 from oracle.formats import child
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.exits import code_of
-from oracle.model.checkpoint import Checkpoint, require_llama, resolve
-
-ENGINES = ("mlxkv", "mlx-lm")
+from oracle.model.checkpoint import Checkpoint, Named
 
 Begin = Callable[[int], Callable[[list[int]], int]]
 """A new cache for so many tokens: the function that feeds it ids and gives the greedy next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Named):
     """What to time: prompts of so many tokens, `decode` tokens after each, in `rounds` of turns."""
 
-    model: str | None = None
-    revision: str | None = None
-    ignore_keys: tuple[str, ...] = ()
     dtype: str = "float32"
     device: str = "auto"
     prefill: tuple[int, ...] = (128, 1024)
@@ -60,9 +56,7 @@ class Speed:
 
 
 def run(request: Request, *, as_json: bool) -> str:
-    """What `bench` prints."""
-    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
-    require_llama(checkpoint)
+    checkpoint = request.checkpoint()
     measured, environment = speeds(checkpoint, request)
     if not as_json:
         return text(checkpoint.name, measured, environment)
@@ -73,30 +67,26 @@ def run(request: Request, *, as_json: bool) -> str:
 
 def speeds(checkpoint: Checkpoint, request: Request) -> tuple[list[Speed], dict[str, Any]]:
     """Prefill of each length and decoding after it; and the surroundings of the port's process."""
-    turns: dict[str, dict[str, list[float]]] = {}
+    turns: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     given = (str(checkpoint.folder), request.dtype, request.device, *checkpoint.without)
     lengths, decode, rounds = request.prefill, request.decode, request.rounds
-    with _worker("mlxkv", *given) as port, _worker("mlx-lm", *given) as other:
-        workers = dict(zip(ENGINES, (port, other), strict=True))
-        environment = _ask(port, "environment")
-        for worker in workers.values():
+    with _worker("mlxkv", *given) as first, _worker("mlx-lm", *given) as second:
+        workers = first, second
+        environment = _ask(first, "environment")
+        for worker in workers:
             _ask(worker, [min(lengths), 2])  # the first calls of a process are slower
         with bar("bench", len(lengths) * rounds * 2) as advance:
             for length in [length for length in lengths for _ in range(rounds)]:
-                for name, worker in workers.items():
-                    first, rest = _ask(worker, [length, decode])
-                    for what, speed in (
-                        (f"prefill {length}", length / first),
-                        (f"decode after {length}", decode / rest),
-                    ):
-                        turns.setdefault(what, {e: [] for e in ENGINES})[name].append(speed)
+                for engine, worker in enumerate(workers):
+                    prefill, rest = _ask(worker, [length, decode])
+                    turns[f"prefill {length}"][engine].append(length / prefill)
+                    turns[f"decode after {length}"][engine].append(decode / rest)
                     advance(1)
-    return [_speed(what, *(pair[e] for e in ENGINES)) for what, pair in turns.items()], environment
-
-
-def _speed(what: str, port: Sequence[float], other: Sequence[float]) -> Speed:
-    ratios = tuple(p / o for p, o in zip(port, other, strict=True))
-    return Speed(what, median(port), median(other), ratios)
+    found = []
+    for what, (port, other) in turns.items():
+        ratios = tuple(p / o for p, o in zip(port, other, strict=True))
+        found.append(Speed(what, median(port), median(other), ratios))
+    return found, environment
 
 
 @contextmanager
@@ -129,7 +119,6 @@ def _ask(worker: subprocess.Popen[str], question: Any) -> Any:
 
 
 def text(model: str, speeds: Sequence[Speed], environment: dict[str, Any]) -> str:
-    """The table that a person reads."""
     blas, cpu = environment["blas"].split(" (")[0], environment["cpu"]
     rows = [
         (

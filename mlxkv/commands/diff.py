@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxkv.report.text import clip
+
 FACTOR = 2.0
 FREE = {"environment", "position", "token", "layer", "head", "headroom", "worst"}
 FREE |= {"nmse_db", "cosine", "kl"}
@@ -31,16 +33,8 @@ CPU = ("cpu", "host", "cpu_capability", "blas_kernel")
 """What of an environment names the CPU and the kernels chosen for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Two values at one place of a file. `arithmetic`: another CPU may account for it."""
-
-    where: str
-    words: str
-    arithmetic: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.words}"
+Difference = tuple[str, bool]
+"""Where two values of a file differ and how; and whether another CPU may account for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,6 @@ class Checked:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of it."""
         return (*self.differences, *self.remarks)
 
 
@@ -81,9 +74,9 @@ def files(old: Any, new: Any) -> Checked:
     found = list(_values(old, new, "", FREE | WORST_PLAN.get(str(named), set())))
     cpu = another_cpu(old, new)
     if cpu is None:
-        return Checked(tuple(map(str, found)))
-    moved = [one for one in found if one.arithmetic]
-    rest = tuple(str(one) for one in found if not one.arithmetic)
+        return Checked(tuple(line for line, _ in found))
+    moved = [line for line, arithmetic in found if arithmetic]
+    rest = tuple(line for line, arithmetic in found if not arithmetic)
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     return Checked(rest, (f": another CPU ({cpu}): {moved[0]}{more}",) if moved else ())
 
@@ -103,12 +96,9 @@ def another_cpu(old: Any, new: Any) -> str | None:
 def _hosts(value: Any) -> dict[tuple[str, str], Any]:
     """What a file says of the CPU, by engine and the name in its environment."""
     sides = value.get("environment") if isinstance(value, dict) else None
-    return {
-        (who, key): side[key]
-        for who, side in (sides if isinstance(sides, dict) else {}).items()
-        for key in CPU
-        if isinstance(side, dict) and key in side
-    }
+    named = sides.items() if isinstance(sides, dict) else ()
+    known = [(who, side) for who, side in named if isinstance(side, dict)]
+    return {(who, key): side[key] for who, side in known for key in CPU if key in side}
 
 
 def _values(old: Any, new: Any, where: str, free: set[str], key: str = "") -> Iterator[Difference]:
@@ -120,17 +110,16 @@ def _values(old: Any, new: Any, where: str, free: set[str], key: str = "") -> It
                 known = name if name in LIMITS | COUNTS | WORDS else key
                 yield from _values(old[name], new[name], place, free, known)
             else:
-                yield Difference(place, f"only in the {'committed' if name in old else 'new'} file")
+                yield f"{place}: only in the {'committed' if name in old else 'new'} file", False
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
             yield from _values(a, b, f"{where}[{i}]", free, key)
     elif isinstance(old, float) and isinstance(new, float):
         if not _near(old, new):
             words = f"{old:.3g} committed, {new:.3g} now, more than a factor of {FACTOR:g} apart"
-            yield Difference(where, words, arithmetic=key not in LIMITS)
+            yield f"{where}: {words}", key not in LIMITS
     elif type(old) is not type(new) or old != new:
-        words = f"{_clip(old)} committed, {_clip(new)} now"
-        yield Difference(where, words, arithmetic=key in COUNTS | WORDS)
+        yield f"{where}: {_brief(old)} committed, {_brief(new)} now", key in COUNTS | WORDS
 
 
 def _near(old: float, new: float) -> bool:
@@ -144,6 +133,5 @@ def _load(path: Path) -> Any:
         return f"unreadable file {path.name}"
 
 
-def _clip(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 100 else text[:97] + "..."
+def _brief(value: Any) -> str:
+    return clip(value if isinstance(value, str) else json.dumps(value), 100)

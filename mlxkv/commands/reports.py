@@ -147,7 +147,6 @@ def _index_differences(out: Path) -> list[str]:
 
 
 def index(out: Path) -> str:
-    """The table of all reports below `out`."""
     rows = []
     for path in sorted([*out.glob("*/*/*.json"), *out.glob("*/*/*/compare.json")]):
         link = path.with_suffix(".md").relative_to(out)
@@ -168,7 +167,6 @@ def index(out: Path) -> str:
 
 
 def _result(value: Any) -> str:
-    """What a report found, in a few words."""
     if "trials" in value:
         trials = [t for some in value["trials"].values() for t in some]
         return f"{sum(not t['passed'] for t in trials)} of {len(trials)} runs judged wrongly"

@@ -84,7 +84,6 @@ def inspect(
     revision: str | None = None,
     ignore_keys: tuple[str, ...] = (),
 ) -> str:
-    """What a checkpoint is, and what its cache takes."""
     from mlxkv.port.config.llama import LlamaConfig
 
     checkpoint = _llama(model, revision, ignore_keys)

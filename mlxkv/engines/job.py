@@ -50,7 +50,6 @@ class Job:
     custom: str = ""
 
     def trace(self, plan: Plan) -> Path:
-        """Where a plan's trace goes."""
         return self.out / f"{plan.name}.safetensors"
 
     def isolated(self, plan: Plan) -> Path:

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import site
 import sys
 from pathlib import Path
@@ -21,18 +22,18 @@ from oracle.formats.errors import Refusal
 
 # Fastest first: tokens per second of one-row products, which decoding is made of, decide
 # (`mlxkv bench`).
-_BLAS = (
-    ("BLIS", "/usr/lib/*/blis-pthread/libblis.so.*"),
-    ("BLIS", "/usr/lib*/libblisp.so.*"),
-    ("BLIS", "/usr/lib*/libblis.so.*"),
-    ("OpenBLAS", "/usr/lib/*/openblas-pthread/libopenblas.so.*"),
-    ("OpenBLAS", "/usr/lib/*/libopenblas.so.*"),
-    ("OpenBLAS", "/usr/lib*/libopenblasp.so.*"),
-    ("OpenBLAS", "/usr/lib*/libopenblas.so.*"),
-    ("MKL", f"{sys.prefix}/lib/libmkl_rt.so.*"),
-)
+_BLAS = {
+    "/usr/lib/*/blis-pthread/libblis.so.*": "BLIS",
+    "/usr/lib*/libblisp.so.*": "BLIS",
+    "/usr/lib*/libblis.so.*": "BLIS",
+    "/usr/lib/*/openblas-pthread/libopenblas.so.*": "OpenBLAS",
+    "/usr/lib/*/libopenblas.so.*": "OpenBLAS",
+    "/usr/lib*/libopenblasp.so.*": "OpenBLAS",
+    "/usr/lib*/libopenblas.so.*": "OpenBLAS",
+    f"{sys.prefix}/lib/libmkl_rt.so.*": "MKL",
+}
 _REFERENCE = "reference (from MLX)"
-_INSTALL = "pip install 'mlxkv[port]'"
+INSTALL = "pip install 'mlxkv[port]'"
 
 MLX_LEAST = (0, 29)
 """As pyproject.toml says. MLX 0.24.1 is reported to end the whole process where it multiplies half
@@ -82,7 +83,7 @@ def require_device(device: str) -> None:
     MLX itself is imported only where a GPU is asked for.
     """
     if not has("mlx"):
-        raise Refusal(f"mlx is not installed: {_INSTALL}")
+        raise Refusal(f"mlx is not installed: {INSTALL}")
     _require_recent()
     if device == "gpu":
         _choose(require_mlx(), device)
@@ -96,12 +97,11 @@ def require_mlx() -> Any:
     try:
         import mlx.core as mx
     except ImportError as error:
+        what = f"mlx is not installed: {INSTALL}"
         if "libmlx" in str(error):
-            raise Refusal(
-                f"mlx is installed without its backend ({error}): {_INSTALL}, "
-                "which takes mlx[cpu] on Linux"
-            ) from error
-        raise Refusal(f"mlx is not installed: {_INSTALL}") from error
+            what = f"mlx is installed without its backend ({error}): {INSTALL}"
+            what += ", which takes mlx[cpu] on Linux"
+        raise Refusal(what) from error
     _require_recent()
     return mx
 
@@ -113,7 +113,7 @@ def _require_recent() -> None:
     # A build from source may have no version that says anything.
     if numbers and numbers < MLX_LEAST:
         least = ".".join(map(str, MLX_LEAST))
-        remedy = _INSTALL.replace("install", "install -U")
+        remedy = INSTALL.replace("install", "install -U")
         raise Refusal(f"mlx {found} is installed, expected {least} or later: {remedy}")
 
 
@@ -138,11 +138,11 @@ def load_blas() -> str:
     if wanted:
         _named_blas(wanted, ctypes.RTLD_GLOBAL)
         return wanted
-    found = ((name, path) for name, pattern in _BLAS for path in sorted(glob.glob(pattern)))
-    for name, path in found:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            return f"{name} ({Path(path).name})"
+    for pattern, name in _BLAS.items():
+        for path in sorted(glob.glob(pattern)):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+                return f"{name} ({Path(path).name})"
     return _REFERENCE
 
 
@@ -151,20 +151,15 @@ def _named_blas(path: str, mode: int) -> None:
 
     Refused where it is no BLAS: another library would change nothing and be reported as one.
     """
+    remedy = "give the path of a BLAS library, or none"
     try:
         library = ctypes.CDLL(path, mode=mode)
     except OSError as error:
-        raise Refusal(
-            f"{path} cannot be loaded ({error})",
-            where="MLXKV_BLAS",
-            remedy="give the path of a BLAS library, or none",
-        ) from error
+        what = f"{path} cannot be loaded ({error})"
+        raise Refusal(what, where="MLXKV_BLAS", remedy=remedy) from error
     if not hasattr(library, "cblas_sgemm"):
-        raise Refusal(
-            f"{path} has no cblas_sgemm, expected a BLAS library",
-            where="MLXKV_BLAS",
-            remedy="give the path of one, or none",
-        )
+        what = f"{path} has no cblas_sgemm, expected a BLAS library"
+        raise Refusal(what, where="MLXKV_BLAS", remedy=remedy)
 
 
 def kernels() -> dict[str, str]:
@@ -224,9 +219,9 @@ def place(package: str) -> str:
 
 def cpu_name() -> str:
     """The processor as the system names it, and its cores."""
+    name = platform.processor() or platform.machine()
     if sys.platform == "linux":
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        named = re.search(r"^model name\s*:\s*(.*\S)", text, re.MULTILINE)
+        name = named[1] if named else name
+    return f"{name}, {os.cpu_count()} cores"

@@ -35,8 +35,7 @@ class MlxLmRunner(PlanRunner):
 
     def __init__(self, model: Any, plan: Plan, *, cache: str = "KVCache") -> None:
         super().__init__(plan)
-        self.model = model
-        self.cache = cache
+        self.model, self.cache = model, cache
 
     def new(self, name: str, use_kv_cache: bool) -> None:
         """A prompt cache, or None where there is to be no cache."""
@@ -89,9 +88,8 @@ def prompt_cache(model: Any, kind: str) -> list[Any]:
     """mlx-lm's cache for every layer: its own choice for "KVCache", else of the class named."""
     name, colon, size = kind.partition(":")
     if name not in CACHES or not (size.isdecimal() if name == "RotatingKVCache" else not colon):
-        raise Refusal(
-            f"{kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE", where="cache"
-        )
+        what = f"{kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE"
+        raise Refusal(what, where="cache")
     from mlx_lm.models import cache
 
     if name == "KVCache":
@@ -115,9 +113,8 @@ def load(folder: str, dtype: str) -> Any:
     try:
         from mlx_lm.utils import load_model
     except ImportError as error:
-        raise Refusal(
-            f"mlx-lm cannot be imported ({one_line(error)}): pip install 'mlxkv[port]'"
-        ) from error
+        what = f"mlx-lm cannot be imported ({one_line(error)}): {machine.INSTALL}"
+        raise Refusal(what) from error
     try:
         model, _ = load_model(Path(folder))
     except Exception as error:  # whatever its code for some architecture raises

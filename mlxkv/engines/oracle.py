@@ -13,43 +13,18 @@ from pathlib import Path
 from mlxkv.engines import machine, process
 from mlxkv.engines.progress import say
 from oracle.formats import disk, run_folder
-from oracle.formats import plan as plans
 from oracle.formats.errors import Refusal
+from oracle.formats.run_folder import Inputs
 from oracle.model.cache_folder import cache_dir
 from oracle.model.checkpoint import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What the oracle is asked: which tokens, how many steps after them, and what to record.
-
-    `prompt_tokens` of the `tokens` are the prompt; `prompt` is its text where it is known.
-    `chunks` are the sizes in which the chunked plan sends the prompt, None for the usual ones.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Inputs):
+    """What the oracle is asked of a model; `prompt` is the prompt's text where it is known."""
 
     checkpoint: Checkpoint
     prompt: str | None
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    steps: int
-    chunks: tuple[int, ...] | None
-    dtype: str
-    threads: int
-    taps: tuple[str, ...] = ("hidden",)
-
-    def digest(self) -> str:
-        """sha256 of everything that the answer depends on."""
-        return run_folder.inputs_digest(
-            fingerprint=self.checkpoint.fingerprint,
-            config_digest=self.checkpoint.config_digest,
-            tokens=list(self.tokens),
-            prompt_tokens=self.prompt_tokens,
-            steps=self.steps,
-            chunks=None if self.chunks is None else list(self.chunks),
-            dtype=self.dtype,
-            threads=self.threads,
-            taps=self.taps,
-        )
 
     def arguments(self, folder: Path, prompt_file: str) -> list[str]:
         """Those of `oracle run` that writes the answer into `folder`."""
@@ -80,7 +55,8 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
     `fresh` makes a new one in any case. One process at a time makes it.
     """
     require_torch()
-    digest = question.digest()
+    asked = question.checkpoint
+    digest = run_folder.inputs_digest(asked.fingerprint, asked.config_digest, question)
     folder = cache_dir() / "oracle" / digest[:32]
     lock = cache_dir() / "locks" / digest[:32]
     try:
@@ -144,18 +120,6 @@ def require_torch() -> None:
                 f"{package} is not installed: pip install 'mlxkv[oracle]', "
                 "or give --oracle DIR with a folder made elsewhere"
             )
-
-
-def judged(manifest: run_folder.Manifest, folder: Path) -> dict[str, plans.Plan]:
-    """The plans of a run folder, by name; a Refusal where one is not what the manifest says."""
-    found = {}
-    for name, digest in manifest.plans.items():
-        path = folder / "plans" / f"{name}.json"
-        found[name] = plans.read(path)
-        if found[name].digest != digest:
-            what = f"digest is {found[name].digest[:16]}, expected {digest[:16]}"
-            raise Refusal(what, where=path, remedy="make the folder again")
-    return found
 
 
 def _revision(checkpoint: Checkpoint) -> list[str]:

@@ -14,10 +14,9 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,34 +35,25 @@ CONVENTION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A function in a file."""
+class Source(NamedTuple):
+    """A function in a file; `name` is the engine's in reports."""
 
     file: Path
     function: str
-
-    @property
-    def name(self) -> str:
-        """The engine's name in reports."""
-        return f"{self.file.name}:{self.function}"
+    name: str
 
 
 def find(engine: str) -> Source:
     """What FILE.py:load names; a Refusal where there is no such file. Nothing of it is executed."""
     path, _, function = engine.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
-        raise Refusal(
-            f"{engine!r}, expected port or mlx-lm, or FILE.py:FUNCTION for a model of your own",
-            where="--engine",
-        )
-    if not Path(path).is_file():
-        raise Refusal(
-            f"no such file, expected the Python file that holds {function}",
-            where=f"--engine: {path}",
-            remedy="check the path",
-        )
-    return Source(Path(path).absolute(), function)
+        expected = "expected port or mlx-lm, or FILE.py:FUNCTION for a model of your own"
+        raise Refusal(f"{engine!r}, {expected}", where="--engine")
+    file = Path(path).absolute()
+    if not file.is_file():
+        what = f"no such file, expected the Python file that holds {function}"
+        raise Refusal(what, where=f"--engine: {path}", remedy="check the path")
+    return Source(file, function, f"{file.name}:{function}")
 
 
 class OwnRunner(PlanRunner):
@@ -77,9 +67,7 @@ class OwnRunner(PlanRunner):
 
     def __init__(self, model: Any, plan: Plan, *, name: str, vocab: int) -> None:
         super().__init__(plan)
-        self.model = model
-        self.name = name
-        self.vocab = vocab
+        self.model, self.name, self.vocab = model, name, vocab
         self.fed: dict[str, int] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -108,7 +96,6 @@ class OwnRunner(PlanRunner):
         self.fed[name] = length
 
     def held(self, name: str) -> int:
-        """The tokens fed into this cache."""
         return self.fed[name]
 
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
@@ -122,7 +109,7 @@ class OwnRunner(PlanRunner):
             logits = self.model(mx.array([tokens]), cache=given)
             if isinstance(logits, mx.array):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
-        self._check(logits, [1, len(tokens), self.vocab])
+        _check(logits, [1, len(tokens), self.vocab], self.name)
         self.fed[name] = 0 if cache is None else held + len(tokens)
         rows = logits[0]
         return host(rows if self.plan.rows == "all" else rows[-1:])
@@ -148,18 +135,17 @@ class OwnRunner(PlanRunner):
             raise Refusal(f"{what}, expected a list with one cache per layer", where=self.name)
         return list(cache)
 
-    def _check(self, logits: Any, expected: list[int]) -> None:
-        import mlx.core as mx
 
-        if not isinstance(logits, mx.array):
-            found = f"a {type(logits).__name__}, expected an mx.array {expected}"
-        elif list(logits.shape) != expected or not mx.issubdtype(logits.dtype, mx.floating):
-            kind = str(logits.dtype).removeprefix("mlx.core.")
-            shape = f"{list(logits.shape)} {kind}, expected {expected} of floats"
-            found = f"{shape}: batch, tokens, vocabulary"
-        else:
-            return
-        raise Refusal(f"{CALL} gave {found}", where=self.name)
+def _check(logits: Any, expected: list[int], name: str) -> None:
+    import mlx.core as mx
+
+    if not isinstance(logits, mx.array):
+        found = f"a {type(logits).__name__}, expected an mx.array {expected}"
+        raise Refusal(f"{CALL} gave {found}", where=name)
+    if list(logits.shape) != expected or not mx.issubdtype(logits.dtype, mx.floating):
+        found = f"{list(logits.shape)} {str(logits.dtype).removeprefix('mlx.core.')}"
+        expects = f"expected {expected} of floats: batch, tokens, vocabulary"
+        raise Refusal(f"{CALL} gave {found}, {expects}", where=name)
 
 
 def _rows(layer: Any) -> tuple[Any, Any] | None:
@@ -169,11 +155,9 @@ def _rows(layer: Any) -> tuple[Any, Any] | None:
     state, offset = getattr(layer, "state", None), getattr(layer, "offset", None)
     if not isinstance(offset, int) or not isinstance(state, tuple | list) or len(state) < 2:
         return None
-    keys, values = state[:2]
-    pair = (keys, values)
-    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in pair):
+    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in state[:2]):
         return None
-    return keys[0, :, :offset], values[0, :, :offset]
+    return state[0][0, :, :offset], state[1][0, :, :offset]
 
 
 @contextmanager
@@ -194,19 +178,12 @@ def _place(error: BaseException, file: str) -> str:
     """The innermost line of the person's own file, else of any but ours."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
-    every = traceback.extract_tb(_behind(error.__traceback__))
+    every = dropwhile(lambda f: f.filename == __file__, traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in every if not frame.filename.startswith("<")]
     own = [frame for frame in frames if Path(frame.filename).name == file]
     for frame in (own or frames)[-1:]:
         return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
     return ""
-
-
-def _behind(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not of this file."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 def require(model: Any, name: str) -> Any:
@@ -230,15 +207,13 @@ def load(source: Source, folder: str, dtype: str) -> Any:
     sys.path.append(str(source.file.parent))
     with blamed_on(source.name, "import"):
         spec.loader.exec_module(module)
-    if not callable(getattr(module, source.function, None)):
-        raise Refusal(
-            f"no function {source.function} in {source.file}, "
-            f"expected {source.function}(path, dtype)",
-            where=source.name,
-        )
-    with blamed_on(source.name, f"{source.function}({folder!r}, {dtype!r})"):
-        model = getattr(module, source.function)(folder, dtype)
-    return require(model, source.name)
+    _, function, name = source
+    if not callable(getattr(module, function, None)):
+        what = f"no function {function} in {source.file}, expected {function}(path, dtype)"
+        raise Refusal(what, where=name)
+    with blamed_on(name, f"{function}({folder!r}, {dtype!r})"):
+        model = getattr(module, function)(folder, dtype)
+    return require(model, name)
 
 
 def follow(job: Job) -> None:

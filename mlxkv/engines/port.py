@@ -58,25 +58,20 @@ class PortRunner(PlanRunner):
         }
 
     def new(self, name: str, use_kv_cache: bool) -> None:
-        """Guarded or not, as the runner is."""
         from mlxkv.port.cache import Cache
 
         self.caches[name] = Cache(self.model.config, use_kv_cache=use_kv_cache, **self._cache)
 
     def clone(self, source: str, target: str) -> None:
-        """The cache's own."""
         self.caches[target] = self.caches[source].clone()
 
     def crop(self, name: str, length: int) -> None:
-        """The cache's own."""
         self.caches[name].crop(length)
 
     def reset(self, name: str) -> None:
-        """The cache's own."""
         self.caches[name].reset()
 
     def held(self, name: str) -> int:
-        """The cache's length."""
         return len(self.caches[name])
 
     def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
@@ -96,7 +91,6 @@ class PortRunner(PlanRunner):
         return np.zeros((0, self.model.config.vocab_size), dtype)
 
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
-        """As the cache shows them."""
         for name, cache in self.caches.items():
             for i, layer in enumerate(cache.layers):
                 if layer.keys is not None and layer.values is not None:

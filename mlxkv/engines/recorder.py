@@ -33,11 +33,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        n: int,
-        *,
-        taps: Collection[str] = TAPS,
-        feed: Mapping[int, Array] | None = None,
+        self, n: int, *, taps: Collection[str] = TAPS, feed: Mapping[int, Array] | None = None
     ) -> None:
         self.n, self.taps, self.feed = n, {"embedding", *taps}, feed
         self.arrays: dict[str, Array] = {}
@@ -124,9 +120,9 @@ def hidden_states(truth: Trace, layers: int) -> dict[int, Array]:
     names = [f"tap/{i:03d}/hidden" for i in range(layers)]
     for name in names:
         if name not in truth.arrays:
+            what, remedy = f"no {name}", "make the folder again with --taps hidden"
             raise Refusal(
-                f"{truth.label}: no {name}, expected the truth's hidden states; "
-                "make the folder again with --taps hidden"
+                f"{what}, expected the truth's hidden states", where=truth.label, remedy=remedy
             )
     return {i: truth.arrays[name] for i, name in enumerate(names)}
 

@@ -57,21 +57,14 @@ def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
     floors = logit_floors(case, yardstick.truth, without=name)
     member = measure.measure(run, case.truth)
     scaled = measure.measure(run, case.truth, scale=factor)
-    off = _stored_apart(yardstick, member)
+    stored, off = f"stored errors of {name}", _stored_apart(yardstick, member)
     same = logit_gates(yardstick, "step", held_out(member, case), floors=floors)
     other = logit_gates(yardstick, "step", scaled, floors=floors)
     agrees, differs = not any(g.failed for g in same), any(g.failed for g in other)
     return (
         Control(f"{name}, held out", "agree", agrees, sigma_of(same), limits.SIGMA),
         Control(f"{name} times {factor:g}", "differ", differs, sigma_of(other), limits.SIGMA),
-        Control(
-            f"stored errors of {name}",
-            "agree",
-            off <= limits.STORED,
-            off,
-            limits.STORED,
-            "floors apart",
-        ),
+        Control(stored, "agree", off <= limits.STORED, off, limits.STORED, "floors apart"),
     )
 
 

@@ -67,7 +67,6 @@ class Run:
 
     @property
     def page_name(self) -> str:
-        """What the page calls the plan."""
         return _PAGE_NAMES.get(self.plan, self.plan)
 
     def __str__(self) -> str:
@@ -99,11 +98,6 @@ class Tables:
 
     cached: tuple[Pair, ...] = ()
     chunked: tuple[Pair, ...] = ()
-
-
-def all_figures(case: Case, rows: TruthRows, runs: Mapping[str, Trace]) -> tuple[Figures, ...]:
-    """The figures of runs, by plan, against the truth, whose `rows` these are."""
-    return tuple(figures(run, case.truth, rows, plan=plan) for plan, run in runs.items())
 
 
 def figures(

@@ -87,7 +87,6 @@ def _errors(case: Case, name: str, without: str | None) -> Floats:
 
 
 def _rms(errors: Floats) -> Floats:
-    """Over the members, the first axis."""
     return np.asarray(np.sqrt(np.mean(errors * errors, axis=0)))
 
 

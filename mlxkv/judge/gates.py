@@ -53,14 +53,13 @@ def logit_gates(
     floors = yardstick.floors if floors is None else floors
     sigmas = run.rms / floors.rms[at]
     sigma = pooled(sigmas)
-    above = at[~(sigmas <= limits.SIGMA)]
-    first = int(above[0]) if not (sigma <= limits.SIGMA) else None
+    first = None if sigma <= limits.SIGMA else _first(at[~(sigmas <= limits.SIGMA)])
     flipped = run.best != truth.best[at]
     flipped &= truth.margin[at] > limits.FLIP_MARGIN * floors.peak[at]
     peaks, shifts = run.peak / floors.peak[at], np.abs(run.shift) / floors.shift[at]
     return [
         _count(case, GateName.FINITE, plan, at, ~run.finite),
-        Gate(GateName.SIGMA, "logits", plan, sigma, limits.SIGMA, first=first),
+        Gate(GateName.SIGMA, plan, sigma, limits.SIGMA, first=first),
         _by_position(case, GateName.WORST, plan, at, sigmas, limits.WORST),
         _by_position(case, GateName.PEAK, plan, at, peaks, limits.PEAK),
         _by_position(case, GateName.SHIFT, plan, at, shifts, limits.SHIFT),
@@ -86,16 +85,16 @@ def algebra_gates(
     Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
     decide.
     """
-    gates: list[Gate] = []
-    reasons: list[str] = []
+    case, gates, reasons = yardstick.case, list[Gate](), list[str]()
     for plan, trace in traces.items():
-        why = _unproved(trace)
-        if not yardstick.case.has_truth:
-            why = "not run: no truth for this architecture"
+        untrue = None if case.has_truth else "not run: no truth for this architecture"
+        why = untrue or _unproved(trace)
         if why is not None:
             gates.append(_not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
             continue
-        gates.append(_algebra_gate(yardstick, plan, trace))
+        at, errors = measure.largest_error(trace, case.truth)
+        ratios = errors / yardstick.truth.largest.max()
+        gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
         if plan == "step" and layers(trace) > 0:
             gate, odd = _algebra_cache_gate(yardstick, trace)
             gates.append(gate)
@@ -175,7 +174,6 @@ def _unread(yardstick: Yardstick, step: Trace | None) -> tuple[str | None, list[
 
 
 def _unproved(trace: Trace) -> str | None:
-    """Why a float64 run proves nothing."""
     for name, error in sorted(trace.meta.probes.items()):
         if not within(error, limits.PROBE):
             what = f"float64 probe {name} is {error} off numpy"
@@ -186,12 +184,6 @@ def _unproved(trace: Trace) -> str | None:
 def within(value: object, limit: float) -> bool:
     """For values that a file brings: what is no number is not within its limit."""
     return isinstance(value, int | float) and value <= limit
-
-
-def _algebra_gate(yardstick: Yardstick, plan: str, trace: Trace) -> Gate:
-    at, errors = measure.largest_error(trace, yardstick.case.truth)
-    ratios = errors / yardstick.truth.largest.max()
-    return _by_position(yardstick.case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA)
 
 
 def _algebra_cache_gate(yardstick: Yardstick, trace: Trace) -> tuple[Gate, list[str]]:
@@ -210,46 +202,37 @@ def _over_rows(name: GateName, ratios: Floats, over_n: Floats, limit: float) -> 
     """`ratios` (layers, K, n), and `over_n` (layers, K) made of them; the worst head decides."""
     layer, head = (int(i) for i in np.unravel_index(int(np.argmax(over_n)), over_n.shape))
     value, above = float(over_n[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
-    first = int(above[0]) if not (value <= limit) else None
-    return Gate(name, name.scope, "step", value, limit, layer=layer, head=head, first=first)
+    first = None if value <= limit else _first(above)
+    return Gate(name, "step", value, limit, layer=layer, head=head, first=first)
 
 
 def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
     """`ratios` (kinds, layers, K, n); the worst row decides."""
     worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
     _, layer, head, position = (int(i) for i in worst)
-    value, above = float(ratios.max()), np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2)))
-    return Gate(
-        name,
-        name.scope,
-        "step",
-        value,
-        limit,
-        position,
-        case.text(position),
-        layer,
-        head,
-        first=int(above[0]) if len(above) else None,
-    )
+    value, text = float(ratios.max()), case.text(position)
+    first = _first(np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2))))
+    return Gate(name, "step", value, limit, position, text, layer, head, first)
 
 
 def _by_position(
     case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
-    """The worst of `ratios`, one per position in `at`."""
-    worst = int(np.argmax(ratios))  # a NaN counts as the largest
-    above, position, value = at[~(ratios <= limit)], int(at[worst]), float(ratios[worst])
-    first, text = int(above[0]) if len(above) else None, case.text(position)
-    return Gate(name, name.scope, plan, value, limit, position, text, first=first)
+    worst, first = int(np.argmax(ratios)), _first(at[~(ratios <= limit)])  # NaN is the largest
+    value, position = float(ratios[worst]), int(at[worst])
+    return Gate(name, plan, value, limit, position, case.text(position), first=first)
 
 
 def _count(case: Case, name: GateName, plan: str, at: Array, wrong: Bools) -> Gate:
     """How many positions are `wrong`; none may be."""
-    first = int(at[wrong][0]) if wrong.any() else None
+    first = _first(at[wrong])
     text = case.text(first) if first is not None else None
-    return Gate(name, name.scope, plan, float(wrong.sum()), 0.0, first, text, first=first)
+    return Gate(name, plan, float(wrong.sum()), 0.0, first, text, first=first)
+
+
+def _first(positions: Array) -> int | None:
+    return int(positions[0]) if len(positions) else None
 
 
 def _not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
-    """A gate without a value, and why."""
-    return Gate(name, name.scope, plan, float("nan"), limit, reason=reason)
+    return Gate(name, plan, float("nan"), limit, reason=reason)

@@ -101,16 +101,6 @@ CALIBRATED = {("linux", "cpu")}
 
 def current_limits() -> dict[str, float]:
     """The limits that a verdict on a port with plain weights depends on, by their names here."""
-    return {
-        "SIGMA": SIGMA,
-        "WORST": WORST,
-        "PEAK": PEAK,
-        "SHIFT": SHIFT,
-        "FLIP_MARGIN": FLIP_MARGIN,
-        "CACHED": CACHED,
-        "KV_MEDIAN": KV_MEDIAN,
-        "KV_MOST": KV_MOST,
-        "KV_WORST": KV_WORST,
-        "ALGEBRA": ALGEBRA,
-        "PROBE": PROBE,
-    }
+    of_logits = "SIGMA", "WORST", "PEAK", "SHIFT", "FLIP_MARGIN", "CACHED"
+    names = *of_logits, "KV_MEDIAN", "KV_MOST", "KV_WORST", "ALGEBRA", "PROBE"
+    return {name: globals()[name] for name in names}

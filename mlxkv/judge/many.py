@@ -19,17 +19,14 @@ class Prompts:
 
     @property
     def outcome(self) -> Outcome:
-        """Of the worst prompt."""
         return join(v.outcome for v in self.verdicts.values())
 
     @property
     def exit_code(self) -> int:
-        """Of the worst prompt."""
         return EXIT_CODES[self.outcome]
 
     @property
     def worst(self) -> str:
-        """Its name."""
         return self.worst_first[0]
 
     @property
@@ -44,20 +41,15 @@ class Prompts:
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-prompts/1`: each verdict's main figures; all of it is in the folder named."""
-        about = asdict(self.verdicts[self.worst].subject)
-        for of_one in ("tokens", "prompt_tokens"):
-            del about[of_one]
-        value = {
+        worst, of_one = self.verdicts[self.worst], ("tokens", "prompt_tokens")
+        value = {name: getattr(self, name) for name in ("outcome", "exit_code", "scopes", "worst")}
+        value |= {
             "format": FORMAT,
-            "outcome": self.outcome,
-            "exit_code": self.exit_code,
-            "against": self.verdicts[self.worst].against,
-            "scopes": self.scopes,
-            "worst": self.worst,
-            "subject": about,
+            "against": worst.against,
+            "subject": {k: v for k, v in asdict(worst.subject).items() if k not in of_one},
             "prompts": [
-                {"name": name, "folder": name} | _figures(verdict)
-                for name, verdict in self.verdicts.items()
+                {"name": name, "folder": name} | _figures(one)
+                for name, one in self.verdicts.items()
             ],
         }
         return dict(plain(value))
@@ -70,14 +62,9 @@ def _rank(verdict: Verdict) -> tuple[int, float]:
 
 def _figures(verdict: Verdict) -> dict[str, Any]:
     names = ("name", "plan", "value", "limit", "position", "failed", "reason")
-    return {
-        "outcome": verdict.outcome,
-        "scopes": verdict.scopes,
-        "plans": verdict.plans,
+    whole = ("outcome", "scopes", "plans", "reasons", "first_wrong", "cause")
+    return {name: getattr(verdict, name) for name in whole} | {
         "tokens": len(verdict.subject.tokens),
         "prompt_tokens": verdict.subject.prompt_tokens,
         "gates": [{name: getattr(gate, name) for name in names} for gate in verdict.worst],
-        "reasons": verdict.reasons,
-        "first_wrong": asdict(verdict.first_wrong) if verdict.first_wrong else None,
-        "cause": asdict(verdict.cause) if verdict.cause else None,
     }

@@ -64,10 +64,7 @@ def note(measured: Mapping[str, Any], dtype: str, limits: Mapping[str, float]) -
     changed = [
         name for name in sorted(set(then) | set(limits)) if then.get(name) != limits.get(name)
     ]
-    old = (
-        f"; out of date: measured with other limits ({', '.join(changed)}), {how}"
-        if changed
-        else ""
-    )
     where = "; ".join([*parts, "measured on " + ", ".join(models)])
-    return f"in {dtype} lane B alone lets {len(names)} of {tried} seeded faults pass ({where}){old}"
+    line = f"in {dtype} lane B alone lets {len(names)} of {tried} seeded faults pass ({where})"
+    old = f"; out of date: measured with other limits ({', '.join(changed)}), {how}"
+    return line + (old if changed else "")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from mlxkv.judge.delta import Figures, Tables
-from mlxkv.judge.measure import Measures
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -65,7 +64,6 @@ class Gate:
     """
 
     name: GateName
-    scope: Scope
     plan: str
     value: float
     limit: float
@@ -77,8 +75,12 @@ class Gate:
     reason: str | None = None
 
     @property
+    def scope(self) -> Scope:
+        """As the name's."""
+        return GateName(self.name).scope
+
+    @property
     def ran(self) -> bool:
-        """Whether there is a value at all."""
         return self.reason is None
 
     @property
@@ -122,11 +124,6 @@ class Curve:
     plan: str
     positions: tuple[int, ...]
     rms: tuple[float, ...]
-
-    @classmethod
-    def of(cls, plan: str, run: Measures) -> Self:
-        """That of a run of the plan."""
-        return cls(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +221,7 @@ class Verdict:
         value |= {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
         value |= {"distinct_members": value.pop("distinct"), "by_position": by_position}
         for gate, shown in zip(self.gates, value["gates"], strict=True):
-            shown |= {"ran": gate.ran, "failed": gate.failed, "headroom": gate.headroom}
+            shown |= {name: getattr(gate, name) for name in ("scope", "ran", "failed", "headroom")}
         return dict(plain(value))
 
 
@@ -236,7 +233,7 @@ def subject(manifest: Manifest, traces: Sequence[Trace]) -> Subject:
         engine_version=meta.engine_version if meta else "",
         device=meta.device if meta else "",
         dtype=manifest.dtype,
-        model=f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name,
+        model=manifest.title,
         fingerprint=manifest.fingerprint,
         config_digest=manifest.config_digest,
         tokens=tuple(manifest.tokens),
@@ -253,7 +250,9 @@ def join(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def plain(value: Any) -> Any:
-    """Plain JSON values; numbers that are not finite are null."""
+    """Plain JSON values, of dataclasses too; numbers that are not finite are null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

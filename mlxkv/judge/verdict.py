@@ -70,10 +70,15 @@ def judge(
         reasons=tuple(reasons),
         notes=tuple(notes(yardstick, runs, gates, outcome)),
         first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
-        figures=delta.all_figures(case, yardstick.truth, runs),
+        figures=tuple(
+            delta.figures(run, case.truth, yardstick.truth, plan=plan) for plan, run in runs.items()
+        ),
         tables=delta.page_tables(case, runs),
         floor=tuple(yardstick.floors.rms.tolist()),
-        curves=tuple(Curve.of(plan, run) for plan, run in measures.items()),
+        curves=tuple(
+            Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
+            for plan, run in measures.items()
+        ),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
@@ -88,10 +93,8 @@ def _yardstick(case: Case) -> tuple[Yardstick | None, list[str]]:
     finite = np.isfinite(largest).all() and (cache is None or np.isfinite(cache).all())
     if finite and largest.max() > 0:
         return yardstick, []
-    return None, [
-        f"{case.truth.label}: holds numbers that are not finite, or only zeros; "
-        "make the folder again"
-    ]
+    what = "holds numbers that are not finite, or only zeros; make the folder again"
+    return None, [f"{case.truth.label}: {what}"]
 
 
 def _gates(
@@ -100,7 +103,6 @@ def _gates(
     runs: Mapping[str, Trace],
     exact: Mapping[str, Trace],
 ) -> tuple[list[Gate], list[str]]:
-    """Every gate in order, and the doubts that arose in measuring."""
     gates, doubts = algebra_gates(yardstick, exact)
     for plan, run in measures.items():
         gates += logit_gates(yardstick, plan, run)
@@ -138,7 +140,6 @@ def _outcome(gates: Sequence[Gate], reasons: Sequence[str], trusted: Trust) -> O
 
 
 def _covered(gates: Sequence[Gate]) -> tuple[Scope, ...]:
-    """The scopes of which every gate ran."""
     of = {scope: [g for g in gates if g.scope == scope] for scope in SCOPES}
     return tuple(scope for scope in SCOPES if of[scope] and all(g.ran for g in of[scope]))
 

@@ -141,9 +141,10 @@ class Cache:
         c = self.config
         size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
         shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
-        flags = "" if self.use_kv_cache else ", use_kv_cache=False"
-        flags += "" if self.guarded else ", guarded=False"
-        return f"Cache({size}, {shape}, {name_of(self.dtype)}{flags})"
+        flags = [
+            f", {name}=False" for name in ("use_kv_cache", "guarded") if not getattr(self, name)
+        ]
+        return f"Cache({size}, {shape}, {name_of(self.dtype)}{''.join(flags)})"
 
     def clone(self) -> Cache:
         """An independent copy, which shares memory until one side writes."""
@@ -162,10 +163,10 @@ class Cache:
         Raises CacheError where fewer are held.
         """
         if not _whole(length) or not 0 <= length <= len(self):
-            raise CacheError(
-                f"cache: crop to {length!r}, expected a whole number from 0 "
-                f"to the {len(self)} tokens held"
+            what = (
+                f"crop to {length!r}, expected a whole number from 0 to the {len(self)} tokens held"
             )
+            raise CacheError(what, where="cache")
         length = int(length)
         dropped = len(self) - length
         self._layers = tuple(layer.crop(length) for layer in self._layers)
@@ -207,15 +208,13 @@ class Cache:
         start = int(start)
         self._check_model(model)
         if batch == 0 or length == 0:
-            raise CacheError(
-                f"cache: no new tokens (the cache holds {held}); a call needs at least one"
-            )
+            what = f"no new tokens (the cache holds {held})"
+            raise CacheError(what, where="cache", remedy="a call needs at least one")
         if start + length > self.max_length:
-            where = f"position {start + length - 1} (index_pos {start}, {length} tokens)"
+            what = f"position {start + length - 1} (index_pos {start}, {length} tokens)"
+            what += f" is beyond the {self.max_length} rows of the RoPE tables"
             why = rope.end(self.config, self.max_length, start + length)
-            raise CacheError(
-                f"cache: {where} is beyond the {self.max_length} rows of the RoPE tables; {why}"
-            )
+            raise CacheError(what, where="cache", remedy=why)
         if self.guarded:
             self._guard(batch, start, held, model.fingerprint)
         # Rows of several weights, which only an unguarded cache can hold, are no known weights'.
@@ -225,15 +224,12 @@ class Cache:
 
     def _check_model(self, model: Llama) -> None:
         if model.config != self.config:
-            raise CacheError(
-                "cache: made for another config than the model's; make it with Cache(model.config)"
-            )
+            what = "made for another config than the model's"
+            raise CacheError(what, where="cache", remedy="make it with Cache(model.config)")
         if model.dtype != self.dtype:
-            mine, theirs = name_of(self.dtype), name_of(model.dtype)
-            raise CacheError(
-                f"cache: dtype is {mine}, the weights' is {theirs}; "
-                f"make it with Cache(model.config, dtype='{theirs}')"
-            )
+            what = f"dtype is {name_of(self.dtype)}, the weights' is {name_of(model.dtype)}"
+            remedy = f"make it with Cache(model.config, dtype='{name_of(model.dtype)}')"
+            raise CacheError(what, where="cache", remedy=remedy)
 
     def _guard(self, batch: int, start: int, held: int, fingerprint: str | None) -> None:
         if start != held:
@@ -247,16 +243,12 @@ class Cache:
             raise CacheError(f"cache: index_pos is {start}, expected {held} ({holder}); {remedy}")
         own = self._layers[0].batch
         if self.use_kv_cache and own not in (None, batch):
-            raise CacheError(
-                f"cache: batch of {batch}, expected {own} (that of the tokens held); "
-                "make a new cache"
-            )
+            what = f"batch of {batch}, expected {own} (that of the tokens held)"
+            raise CacheError(what, where="cache", remedy="make a new cache")
         if held and fingerprint != self.fingerprint:
-            mine, theirs = short(self.fingerprint), short(fingerprint)
-            raise CacheError(
-                f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); "
-                "make a new cache"
-            )
+            what = f"the weights are {short(fingerprint)}, expected {short(self.fingerprint)}"
+            what += " (those of the tokens held)"
+            raise CacheError(what, where="cache", remedy="make a new cache")
 
     def rotation(self, start: int, length: int) -> tuple[mx.array, mx.array]:
         """cos and sin of `length` positions from `start`, (L, D / 2) each."""
@@ -313,15 +305,12 @@ def _whole(value: Any) -> bool:
 
 
 def _span(config: LlamaConfig, max_length: int | None) -> int:
-    """How many rows the tables have."""
     most = config.max_position_embeddings
     if max_length is None:
         return rope.span(config)
     if not _whole(max_length) or not 1 <= max_length <= most:
-        raise CacheError(
-            f"cache: max_length is {max_length!r}, "
-            f"expected a whole number from 1 to max_position_embeddings {most}"
-        )
+        expected = f"expected a whole number from 1 to max_position_embeddings {most}"
+        raise CacheError(f"max_length is {max_length!r}, {expected}", where="cache")
     return int(max_length)
 
 
@@ -330,10 +319,8 @@ def _tables(config: LlamaConfig, dtype: mx.Dtype, length: int) -> tuple[mx.array
     host = np.float64 if dtype == mx.float64 else np.float32
     size = length * config.head_dim * np.dtype(host).itemsize
     if size > TABLES:
-        raise CacheError(
-            f"cache: RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}; "
-            "give a smaller max_length"
-        )
+        what = f"RoPE tables of {length} rows take {size} bytes, expected at most {TABLES}"
+        raise CacheError(what, where="cache", remedy="give a smaller max_length")
     cos, sin = rope.tables(config, host, length=length)
     # Without a dtype mx.array would make float32 of a float64 array.
     return mx.array(cos, dtype), mx.array(sin, dtype)

@@ -24,7 +24,7 @@ from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError, Layer, short
 from mlxkv.port.ops import DTYPES, name_of
 from oracle.formats.disk import atomic
-from oracle.formats.errors import one_line
+from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 FORMAT = "mlxkv-cache/1"
 
 _STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# numpy has no bfloat16, and bits are all that is to be carried.
-_BITS = {8: (np.uint64, mx.uint64), 4: (np.uint32, mx.uint32), 2: (np.uint16, mx.uint16)}
 _MOST_HEADER = 2**26
 _OF_ROWS = {"length": int, "batch": int, "use_kv_cache": bool, "guarded": bool, "sha256": str}
 _REMEDIES = {
@@ -46,11 +44,15 @@ _REMEDY = "load the model that filled it, or fill a new cache"
 _DAMAGED = "save or copy it again"
 
 
-def save(cache: Cache, path: Path) -> None:
-    """Writes `cache`; an earlier file of that name stays whole until the new one is.
+class _Unfit(Refusal):
+    """What is wrong with a file, for `load`, which names the file."""
 
-    Raises CacheError where the file could not be used again.
-    """
+    def __init__(self, what: str, remedy: str = _DAMAGED) -> None:
+        super().__init__(what, remedy=remedy)
+
+
+def save(cache: Cache, path: Path) -> None:
+    """Writes `cache`; an earlier file of that name stays whole until the new one is."""
     _check(cache)
     meta = _made_of(cache, cache.fingerprint if len(cache) else None) | {
         "length": len(cache),
@@ -63,11 +65,8 @@ def save(cache: Cache, path: Path) -> None:
         digest = _digest(meta)
         for name, rows in _rows(cache):
             if not mx.all(mx.isfinite(rows)).item():
-                raise CacheError(
-                    f"{name} of {len(cache)} tokens holds nan or inf, expected finite rows",
-                    where="cache",
-                    remedy="fill a new cache",
-                )
+                what = f"{name} of {len(cache)} tokens holds nan or inf, expected finite rows"
+                raise CacheError(what, where="cache", remedy="fill a new cache")
             data = _bytes_of(rows)
             digest.update(data)
             file.write(data)
@@ -77,22 +76,20 @@ def save(cache: Cache, path: Path) -> None:
 
 
 def load(path: Path, model: Llama) -> Cache:
-    """The cache in a file, once each field is known to be the model's and each byte as written.
-
-    Raises CacheError where one is not.
-    """
+    """The cache in a file, once each field is known to be the model's and each byte as written."""
     try:
         with path.open("rb") as file, ops.stream(model.dtype):
-            meta = _read_meta(file, path)
-            most = _max_length(meta, model, path)
-            cache = Cache(model.config, dtype=model.dtype, max_length=most)
-            _compare(meta, _made_of(cache, model.fingerprint), path)
+            meta = _read_meta(file)
+            cache = Cache(model.config, dtype=model.dtype, max_length=_max_length(meta, model))
+            _compare(meta, _made_of(cache, model.fingerprint))
             cache.use_kv_cache, cache.guarded = meta["use_kv_cache"], meta["guarded"]
             cache.fingerprint = meta["fingerprint"]
-            cache.restore(_read_layers(file, meta, cache, path))
+            cache.restore(_read_layers(file, meta, cache))
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         raise CacheError(what, where=path, remedy="check the path") from error
+    except _Unfit as error:
+        raise CacheError(error.what, where=path, remedy=error.remedy) from error
     return cache
 
 
@@ -107,7 +104,6 @@ def _check(cache: Cache) -> None:
 
 
 def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
-    """What the rows depend on, by the names in the metadata."""
     config = json.loads(json.dumps(asdict(cache.config)))
     # These say something of a config, and nothing is computed from them.
     del config["notes"], config["defaults"]
@@ -153,7 +149,7 @@ def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     return shape, math.prod(shape) * DTYPES[meta["dtype"]].size
 
 
-def _read_meta(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _read_meta(file: BinaryIO) -> dict[str, Any]:
     """The metadata, of which nothing is known but that it is a JSON object."""
     length = int.from_bytes(file.read(8), "little")
     try:
@@ -163,12 +159,11 @@ def _read_meta(file: BinaryIO, path: Path) -> dict[str, Any]:
             raise ValueError(f"metadata is a {type(meta).__name__}")
         _flat(meta)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"not a whole {FORMAT} file ({one_line(error)})"
-        raise CacheError(what, where=path, remedy=_DAMAGED) from error
+        raise _Unfit(f"not a whole {FORMAT} file ({one_line(error)})") from error
     return meta
 
 
-def _max_length(meta: Mapping[str, Any], model: Llama, path: Path) -> int | None:
+def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
     """How long the file's sequence may become, which the model leaves open.
 
     None where the file is to be refused anyway.
@@ -177,12 +172,11 @@ def _max_length(meta: Mapping[str, Any], model: Llama, path: Path) -> int | None
         return None
     length, most = meta.get("max_length"), model.config.max_position_embeddings
     if type(length) is not int or not 1 <= length <= most:
-        what = f"max_length is {_brief('max_length', length)}, expected 1 to {most}"
-        raise CacheError(what, where=path, remedy=_DAMAGED)
+        raise _Unfit(f"max_length is {_brief('max_length', length)}, expected 1 to {most}")
     return length
 
 
-def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
+def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuses the first field that is not the model's, then one that no cache has."""
     found, wanted = _flat(meta), _flat(expected)
     for key, value in wanted.items():
@@ -191,29 +185,23 @@ def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -
             continue
         if type(theirs) is not type(value) or theirs != value:
             what = f"{key} is {_brief(key, theirs)}, expected {_brief(key, value)} as the model's"
-            raise CacheError(what, where=path, remedy=_REMEDIES.get(key, _REMEDY))
+            raise _Unfit(what, _REMEDIES.get(key, _REMEDY))
     for key in sorted(set(found) ^ {*wanted, *_OF_ROWS}):
         how = "not known" if key in found else "missing"
-        what = f"{key} is {how}, expected the fields of {FORMAT}"
-        raise CacheError(what, where=path, remedy=_DAMAGED)
+        raise _Unfit(f"{key} is {how}, expected the fields of {FORMAT}")
     for key, kind in _OF_ROWS.items():
         if type(meta[key]) is not kind:
-            what = f"{key} is {meta[key]!r:.120}, expected {kind.__name__}"
-            raise CacheError(what, where=path, remedy=_DAMAGED)
+            raise _Unfit(f"{key} is {meta[key]!r:.120}, expected {kind.__name__}")
     length, batch, most = meta["length"], meta["batch"], expected["max_length"]
     if not 0 <= length <= most or (batch < 1 if length else batch != 0):
         expects = f"expected 0 to {most} tokens and a batch where there are any"
-        what = f"length is {length} and batch {batch}, {expects}"
-        raise CacheError(what, where=path, remedy=_DAMAGED)
+        raise _Unfit(f"length is {length} and batch {batch}, {expects}")
 
 
-def _read_layers(
-    file: BinaryIO, meta: dict[str, Any], cache: Cache, path: Path
-) -> tuple[Layer, ...]:
+def _read_layers(file: BinaryIO, meta: dict[str, Any], cache: Cache) -> tuple[Layer, ...]:
     """The rows, which must be all that the file holds and have the digest that it names."""
-    _check_header(file, meta, len(cache.layers), path)
-    shape, size = _sizes(meta)
-    claimed = meta.pop("sha256")
+    _check_header(file, meta, len(cache.layers))
+    (shape, size), claimed = _sizes(meta), meta.pop("sha256")
     digest, layers = _digest(meta), [Layer()] * len(cache.layers)
     for i in range(len(layers) if size else 0):
         keys, values = file.read(size), file.read(size)
@@ -225,27 +213,25 @@ def _read_layers(
         mx.eval(layers[i].buffers)
     if digest.hexdigest() != claimed:
         what = f"sha256 is {digest.hexdigest()[:12]}, expected {claimed[:12]} as it says"
-        raise CacheError(what, where=path, remedy=f"it was changed: {_DAMAGED}")
+        raise _Unfit(what, f"it was changed: {_DAMAGED}")
     for i, layer in enumerate(layers):
         if not all(mx.all(mx.isfinite(rows)).item() for rows in layer.buffers or ()):
             what = f"layer {i} holds nan or inf, expected finite {meta['dtype']} rows"
-            raise CacheError(what, where=path, remedy="fill a new cache")
+            raise _Unfit(what, "fill a new cache")
     return tuple(layers)
 
 
-def _check_header(file: BinaryIO, meta: Mapping[str, Any], layers: int, path: Path) -> None:
+def _check_header(file: BinaryIO, meta: Mapping[str, Any], layers: int) -> None:
     """Refuses a file of another size or header than its metadata make; leaves it at the rows."""
     header = _header(meta)
     whole = len(header) + 2 * layers * _sizes(meta)[1]
     found = file.seek(0, 2)
     if found != whole:
-        what = f"has {found} bytes, expected {whole} for {meta['length']} tokens"
-        raise CacheError(what, where=path, remedy=_DAMAGED)
+        raise _Unfit(f"has {found} bytes, expected {whole} for {meta['length']} tokens")
     file.seek(0)
     if file.read(len(header)) != header:
         sizes = f"length {meta['length']} and batch {meta['batch']}"
-        what = f"its table of rows is another than {sizes} make, expected that one"
-        raise CacheError(what, where=path, remedy=_DAMAGED)
+        raise _Unfit(f"its table of rows is another than {sizes} make, expected that one")
 
 
 def _digest(meta: Mapping[str, Any]) -> Any:
@@ -253,20 +239,22 @@ def _digest(meta: Mapping[str, Any]) -> Any:
     return hashlib.sha256(_sorted_json(meta).encode())
 
 
+# numpy has no bfloat16, and bits are all that is to be carried.
 def _bytes_of(array: mx.array) -> bytes:
-    return np.array(array.view(_BITS[array.dtype.size][1])).tobytes()
+    return np.array(array.view(getattr(mx, f"uint{8 * array.dtype.size}"))).tobytes()
 
 
 def _array(data: bytes, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
-    return mx.array(np.frombuffer(data, _BITS[dtype.size][0]).reshape(shape)).view(dtype)
+    return mx.array(np.frombuffer(data, f"u{dtype.size}").reshape(shape)).view(dtype)
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"config": {"rope": {"theta": 1.0}}}` as `{"config.rope.theta": 1.0}`."""
     found: dict[str, Any] = {}
     for key, entry in value.items():
-        nested = isinstance(entry, Mapping)
-        found |= _flat(entry, f"{prefix}{key}.") if nested else {prefix + key: entry}
+        found |= (
+            _flat(entry, f"{prefix}{key}.") if isinstance(entry, Mapping) else {prefix + key: entry}
+        )
     return found
 
 

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx import nn
+from mlx.utils import tree_flatten
 
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError
@@ -153,7 +154,6 @@ class Llama(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The weights' dtype."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
@@ -262,16 +262,12 @@ def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None
     Raises CacheError where candle's broadcast would fail. MLX would stretch an axis of 1 silently.
     """
     if hidden is not None and hidden.shape != scores[2:]:
-        raise CacheError(
-            f"cannot broadcast {list(hidden.shape)} to {list(scores)}: "
-            "the cache holds other rows than index_pos says"
-        )
+        what = f"cannot broadcast {list(hidden.shape)} to {list(scores)}"
+        raise CacheError(f"{what}: the cache holds other rows than index_pos says")
     return None if hidden is None else hidden.astype(mx.bool_)
 
 
 def parameters(model: Llama) -> dict[str, mx.array]:
     """Every weight by the name that Hugging Face checkpoints give it."""
-    from mlx.utils import tree_flatten
-
     flat: list[tuple[str, Any]] = tree_flatten(model.parameters())
     return {name if name.startswith("lm_head.") else f"model.{name}": array for name, array in flat}

@@ -35,12 +35,7 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """x @ weight.T + bias."""
-
-    def __init__(self, *, bits: int, group_size: int, bias: bool = False) -> None:
-        super().__init__(bits=bits, group_size=group_size)
-        if bias:
-            self.bias = mx.zeros((0,))
+    """x @ weight.T + bias, where `install` gives it one."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] -> [..., out]"""
@@ -75,12 +70,10 @@ def install(model: Llama, checkpoint: Checkpoint) -> None:
     found: list[tuple[str, nn.Module]] = []
     for name, packed in checkpoint.packed.items():
         path = name.removesuffix(".weight")
-        module: Packed
-        if path == "model.embed_tokens":
-            module = PackedEmbedding(bits=packed.bits, group_size=packed.group_size)
-        else:
-            bias = f"{path}.bias" in checkpoint.tensors
-            module = PackedLinear(bits=packed.bits, group_size=packed.group_size, bias=bias)
+        kind = PackedEmbedding if path == "model.embed_tokens" else PackedLinear
+        module = kind(bits=packed.bits, group_size=packed.group_size)
+        if f"{path}.bias" in checkpoint.tensors:
+            module.bias = mx.zeros((0,))
         found.append((path.removeprefix("model."), module))
     model.update_modules(tree_unflatten(found))
 

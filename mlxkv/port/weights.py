@@ -92,12 +92,9 @@ class _Stored:
             head = self._arrays.get(f"lm_head.{part}")
             embedding = self._arrays.get(f"model.embed_tokens.{part}")
             if head is not None and not _equal(head, embedding):
-                raise Refusal(
-                    f"lm_head.{part} differs from model.embed_tokens.{part} "
-                    "though tie_word_embeddings is true",
-                    where=self.checkpoint.folder,
-                    remedy="correct config.json",
-                )
+                differs = f"lm_head.{part} differs from model.embed_tokens.{part}"
+                what = f"{differs} though tie_word_embeddings is true"
+                raise Refusal(what, where=self.checkpoint.folder, remedy="correct config.json")
 
     def parts(self, name: str) -> dict[str, mx.array]:
         """A weight as it is stored; a packed one with its scales and biases."""
@@ -150,8 +147,8 @@ def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, t
     found -= {"lm_head.weight"} if tied else set()
     missing, more = sorted(set(expected) - found), sorted(found - set(expected))
     if missing:
-        what = f"tensor {missing[0]} is missing ({len(missing)} in all)"
-        raise Refusal(what, where=where, remedy="the weights do not fit config.json")
+        what, remedy = f"tensor {missing[0]} is missing", "the weights do not fit config.json"
+        raise Refusal(f"{what} ({len(missing)} in all)", where=where, remedy=remedy)
     if more:
         what = f"tensor {more[0]} is not part of this Llama ({len(more)} such)"
         raise Refusal(what, where=where, remedy="see config.json")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxkv.judge.delta import Figures, Key, Pair, Run
-from mlxkv.judge.result import Verdict, plain
+from mlxkv.judge.result import Verdict
 from mlxkv.report import phrases
 from mlxkv.report.phrases import Side
 from mlxkv.report.text import clip, code, gate_cells, markdown_table, number, quoted, side_by_side
@@ -23,6 +23,7 @@ _PAGE: dict[tuple[Key, Key], str] = {
     (("theirs", "chunked"), ("theirs", "step")): "4.67e-05 (first)",
     (("ours", "chunked"), ("ours", "step")): "2.91e-05",
 }
+_PLOT = "rms error of each plan, position by position, beside the noise floor"
 _MOST_IDS = 64
 _MOST_TEXT = 400
 _WORDS = {
@@ -78,7 +79,7 @@ def markdown(
     """
     ours, values = verdict.subject.engine, _PAGE if page_values else {}
     parts = [
-        [f"# {ours} against transformers: {phrases.model(manifest)}, {manifest.dtype}"],
+        [f"# {ours} against transformers: {manifest.title}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
         _lines(verdict),
         _gates(verdict),
@@ -87,9 +88,9 @@ def markdown(
         ),
         _pairs("Chunked prefill", "Table 4 of the page", verdict.tables.chunked, ours, values),
         _pairs("Three engines", "The same rows", third, ours, {}),
-        _other(other),
+        _other(other) if other else [],
         _tokens(manifest, continuation),
-        _plot(svg),
+        ["## Error by position", "", f"![{_PLOT}]({svg})"] if svg else [],
         _figures(verdict.figures, verdict.against),
         ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])],
         _inputs(manifest),
@@ -107,7 +108,7 @@ def to_json(
     return verdict.to_json() | {
         "model": {name: getattr(manifest, name) for name in names},
         "prompt": manifest.prompt,
-        "environment": plain(dict(environments)),
+        "environment": dict(environments),
     }
 
 
@@ -154,9 +155,7 @@ def _key(run: Run, ours: str) -> Key:
     return ("ours" if run.engine == ours else "theirs", run.plan)
 
 
-def _other(other: Verdict | None) -> list[str]:
-    if other is None:
-        return []
+def _other(other: Verdict) -> list[str]:
     line = f"By the same gates {other.subject.engine}: **{phrases.sentence(other)}**."
     return [line + (f" It {phrases.cause(other)}." if other.cause else "")]
 
@@ -177,28 +176,13 @@ def _sequence(name: str, text: str | None, ids: Sequence[int]) -> list[str]:
     return [name, code(clip(text, _MOST_TEXT)) if text is not None else "-", code(listed)]
 
 
-def _plot(svg: str | None) -> list[str]:
-    if svg is None:
-        return []
-    text = "rms error of each plan, position by position, beside the noise floor"
-    return ["## Error by position", "", f"![{text}]({svg})"]
-
-
 def _figures(figures: Sequence[Figures], against: str) -> list[str]:
     if not figures:
         return []
     distances = ("max abs delta", "rms", "NMSE (dB)", "1 - cosine", "KL (nats)")
     rows = [
-        [
-            f.plan,
-            number(f.max_abs),
-            number(f.rms),
-            f"{f.nmse_db:.1f}",
-            number(1 - f.cosine),
-            number(f.kl),
-            f"{f.top1_equal}/{f.rows}",
-            f"{f.top5_equal}/{f.rows}",
-        ]
+        [f.plan, number(f.max_abs), number(f.rms), *phrases.figure_cells(f)]
+        + [f"{equal}/{f.rows}" for equal in (f.top1_equal, f.top5_equal)]
         for f in figures
     ]
     what = "float64 truth" if against == "truth" else "mean of transformers' runs"
@@ -211,14 +195,10 @@ def _figures(figures: Sequence[Figures], against: str) -> list[str]:
 
 
 def _inputs(manifest: Manifest) -> list[str]:
-    rows = [["model", code(manifest.source)]]
-    if manifest.revision is not None:
-        rows.append(["revision", code(manifest.revision)])
-    rows += [
-        ["weights fingerprint", code(manifest.fingerprint)],
-        ["config digest", code(manifest.config_digest)],
-        list(phrases.proofs(manifest)),
-    ]
+    model = {"model": manifest.source, "revision": manifest.revision}
+    model |= {"weights fingerprint": manifest.fingerprint, "config digest": manifest.config_digest}
+    rows = [[name, code(value)] for name, value in model.items() if value is not None]
+    rows += [list(phrases.proofs(manifest))]
     rows += [[f"plan {name}", code(digest)] for name, digest in sorted(manifest.plans.items())]
     return ["## Inputs", "", *markdown_table(("", ""), rows, left={0, 1})]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxkv.judge.delta import Pair
+from mlxkv.judge.delta import Figures, Pair
 from mlxkv.judge.result import Control, Verdict
 from mlxkv.report.text import environment_rows, number, power, quoted
 from oracle.formats.run_folder import Manifest
@@ -29,7 +29,6 @@ class Side:
 
 
 def side(meta: Meta) -> Side:
-    """The engine that a trace is of."""
     named, mlx = f"{meta.engine} {meta.engine_version}".strip(), meta.environment.get("mlx")
     blas = str(meta.environment.get("blas", "")).split(" (")[0]
     # The port is part of this program; whose model else runs on MLX must be said.
@@ -41,7 +40,6 @@ def side(meta: Meta) -> Side:
 
 
 def oracle_side(manifest: Manifest) -> Side:
-    """The oracle that a folder is of."""
     version = manifest.environment.get("torch")
     what = "transformers alone: no truth for this architecture"
     if manifest.has_truth:
@@ -53,7 +51,6 @@ def oracle_side(manifest: Manifest) -> Side:
 
 
 def sentence(verdict: Verdict) -> str:
-    """The verdict in one line."""
     alone = verdict.against == "transformers"
     if verdict.outcome == "agree":
         return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
@@ -97,19 +94,19 @@ def _control(control: Control) -> str:
     return f"{control.name}: {did} ({control.quantity} {control.value:.3g})"
 
 
+def figure_cells(figures: Figures) -> list[str]:
+    """NMSE in dB, 1 - cosine, KL in nats."""
+    f = figures
+    return [f"{f.nmse_db:.1f}", number(1 - f.cosine), number(f.kl)]
+
+
 def pair_cells(pair: Pair) -> list[str]:
     """max |d|, that of the first and of the last row, rms, top-1."""
     deltas = (pair.max_abs, pair.first_max, pair.last_max, pair.rms)
     return [*map(number, deltas), f"{pair.top1_equal}/{pair.rows}"]
 
 
-def model(manifest: Manifest) -> str:
-    """The model's name, and what is to be said of it."""
-    return f"{manifest.name} ({manifest.note})" if manifest.note else manifest.name
-
-
 def prompt(manifest: Manifest) -> str:
-    """The prompt as text, or how many ids it has."""
     if manifest.prompt is not None:
         return quoted(manifest.prompt)
     if manifest.texts:

@@ -21,12 +21,8 @@ from oracle.formats.errors import Refusal
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; marker and dash tell the lines
 # apart without any colour.
-_LOOKS = (
-    ("#0072B2", "o", "-"),
-    ("#D55E00", "s", "--"),
-    ("#009E73", "^", "-."),
-    ("#CC79A7", "D", ":"),
-)
+_COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+_LOOKS = tuple(zip(_COLOURS, "os^D", ("-", "--", "-.", ":"), strict=True))
 _SETTINGS = {
     "svg.hashsalt": "mlxkv",
     "svg.fonttype": "none",
@@ -147,7 +143,6 @@ def _colours(figure: Any, axes: Any, columns: Any, edges: Any, limit: float) -> 
 
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[Any]:
-    """A figure in inches, under our settings."""
     matplotlib = load()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         # Glyphs are missing from the font, which only measures the text.

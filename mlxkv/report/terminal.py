@@ -24,7 +24,7 @@ def console(
     prompt = clip(phrases.prompt(manifest), _MOST_PROMPT)
     proofs = ": ".join(phrases.proofs(manifest))
     lines = [
-        f"{phrases.model(manifest)}  {manifest.dtype}  {engines}",
+        f"{manifest.title}  {manifest.dtype}  {engines}",
         f"{len(manifest.tokens)} tokens: {prompt} + {decoded}        {proofs}",
         "",
         *_tables(verdict),
@@ -55,7 +55,6 @@ def _tables(verdict: Verdict) -> list[str]:
 
 
 def _last(verdict: Verdict, report: str | None) -> list[str]:
-    """The verdict, and where the report went."""
     engine = verdict.subject.engine
     # Reasons stand above already.
     doubt = verdict.outcome == "cannot tell" and verdict.reasons

@@ -8,14 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxkv.judge.result import Gate
+from mlxkv.judge.result import Gate, plain
 
 Row = Sequence[str]
 
 
 def pretty(value: Any) -> str:
     """JSON for a report's file: the same bytes for the same value."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(plain(value), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n"
 
 
 def quoted(text: str) -> str:
@@ -37,7 +38,6 @@ def clip(text: str, most: int) -> str:
 
 
 def number(value: float) -> str:
-    """A measured distance, three digits."""
     return "0" if value == 0 else f"{value:.2e}"
 
 
@@ -50,18 +50,14 @@ def ordered(value: float, limit: float) -> tuple[str, str]:
     """Value and limit with as many digits as it takes to see which is larger."""
     if math.isnan(value) or limit == 0:
         return f"{value:g}", f"{limit:g}" if limit < 1e-3 else f"{limit:.2f}"
+    kind = "f" if value < 1e5 else "e"
     for digits in range(2, 18):
-        shown = _digits(value, limit, digits)
+        shown = f"{value:.{digits}{kind}}", f"{limit:.{digits}f}"
+        if limit < 1e-3:
+            shown = f"{value:.{digits - 1}e}", f"{limit:g}"
         if _order(float(shown[0]), float(shown[1])) == _order(value, limit):
             break
     return shown
-
-
-def _digits(value: float, limit: float, digits: int) -> tuple[str, str]:
-    if limit < 1e-3:
-        return f"{value:.{digits - 1}e}", f"{limit:g}"
-    kind = "f" if value < 1e5 else "e"
-    return f"{value:.{digits}{kind}}", f"{limit:.{digits}f}"
 
 
 def _order(a: float, b: float) -> int:
@@ -98,22 +94,21 @@ def gate_cells(gate: Gate) -> list[str]:
 
 def columns(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
     """Aligned lines for a terminal; columns not in `left` are right-aligned."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  ".join(_aligned(row, widths, left)).rstrip() for row in [head, *rows]]
+    return ["  ".join(row).rstrip() for row in _aligned([head, *rows], left)]
 
 
 def markdown_table(head: Row, rows: Sequence[Row], *, left: set[int]) -> list[str]:
-    """A Markdown table, aligned in its source too."""
-    widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
-    rule = ["-" * w if i in left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return [f"| {' | '.join(_aligned(row, widths, left))} |" for row in [head, rule, *rows]]
+    rule = ["---" if i in left else "--:" for i in range(len(head))]
+    lines = _aligned([head, rule, *rows], left)
+    lines[1] = [cell.replace(" ", "-") for cell in lines[1]]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _aligned(row: Row, widths: Sequence[int], left: set[int]) -> list[str]:
-    return [
-        cell.ljust(width) if i in left else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+def _aligned(rows: Sequence[Row], left: set[int]) -> list[list[str]]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    marks = ["<" if i in left else ">" for i in range(len(widths))]
+    forms = [f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True)]
+    return [[form.format(cell) for form, cell in zip(forms, row, strict=True)] for row in rows]
 
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -122,7 +117,6 @@ def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], .
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Several runs' surroundings, side by side."""
     return side_by_side([(name, environment_rows(one)) for name, one in environments.items()])
 
 

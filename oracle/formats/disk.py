@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, one_line
 
 # A file written to again within a tick of the clock keeps its times; kernels tick every 10 ms.
 _TICK_NS = 50_000_000
@@ -42,6 +42,25 @@ def read_bytes(path: Path) -> bytes:
     """A regular file whole."""
     with opened(path) as file:
         return file.read()
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file whole; a Refusal if it is none."""
+    try:
+        return path.read_bytes().decode()  # a pipe too
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read as UTF-8 text ({one_line(error)})"
+        raise Refusal(what, where=path, remedy="check the path") from error
+
+
+@contextmanager
+def reading(path: Path, remedy: str = "check the path") -> Iterator[None]:
+    """Turns an OSError of the block into the Refusal that `path` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise Refusal(why, where=path, remedy=remedy) from error
 
 
 @contextmanager
@@ -90,12 +109,8 @@ def unwritable(path: Path, error: OSError) -> Refusal:
 
 def sha256(path: Path) -> str:
     """Of a file's bytes, read in pieces."""
-    try:
-        with opened(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy="check the path") from error
+    with reading(path), opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -106,7 +121,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 def hash_once(path: Path) -> str:
     """The sha256 of a file's bytes, not read again in this process while its stat is the same."""
-    try:
+    with reading(path):
         now, begun = _stamp(path), time.time_ns()
         if now in _HASHED:
             return _HASHED[now]
@@ -114,9 +129,6 @@ def hash_once(path: Path) -> str:
         if settled(max(now[-2:]), begun) and _stamp(path) == now:
             _HASHED[now] = digest
         return digest
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy="check the path") from error
 
 
 def settled(mtime_ns: int, begun_ns: int) -> bool:

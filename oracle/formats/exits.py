@@ -71,7 +71,6 @@ def invoke(command: click.Command, arguments: Sequence[str] | None = None) -> in
 
 
 def console(command: click.Command) -> None:
-    """The main of a console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:

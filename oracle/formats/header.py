@@ -52,15 +52,11 @@ def read(path: Path) -> tuple[dict[str, Tensor], Any]:
 
     A Refusal says what does not add up: the tensors must fill the file exactly.
     """
-    try:
-        with disk.opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            first = file.read(8)
-            length = int.from_bytes(first, "little")
-            text = file.read(length) if 2 <= length <= min(_MOST_HEADER, size - 8) else b""
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy=f"check the path or {COPY}") from error
+    with disk.reading(path, f"check the path or {COPY}"), disk.opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        text = file.read(length) if 2 <= length <= min(_MOST_HEADER, size - 8) else b""
     if first == b"version ":
         what = "a Git LFS pointer, expected the safetensors file itself"
         raise Refusal(what, where=path, remedy="fetch it with `git lfs pull`")

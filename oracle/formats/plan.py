@@ -178,7 +178,6 @@ class Plan:
                     held[cache] = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
         steps = json.loads(msgspec.json.encode(self.steps))
         return {"format": FORMAT, "name": self.name, "rows": self.rows, "steps": steps}
 
@@ -190,7 +189,6 @@ def from_json(value: Any, *, where: object = "plan") -> Plan:
 
 
 def read(path: Path) -> Plan:
-    """The plan in a JSON file."""
     return from_json(strict_json.read(path, remedy="check the path or write it again"), where=path)
 
 
@@ -232,10 +230,8 @@ def prefixes_feed(length: int, prompt: int) -> int:
 
 def growing_prefixes(ids: tuple[int, ...], prompt: int) -> tuple[Step, ...]:
     """The prompt, then one token more at each call, every time from nothing."""
-    steps: list[Step] = []
-    for end in range(prompt, len(ids) + 1):
-        steps += [New("a", use_kv_cache=False), Call("a", ids[:end], 0)]
-    return tuple(steps)
+    new = New("a", use_kv_cache=False)
+    return tuple(s for end in range(prompt, len(ids) + 1) for s in (new, Call("a", ids[:end], 0)))
 
 
 def _calls(ids: tuple[int, ...], sizes: list[int]) -> tuple[Call, ...]:

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from oracle.formats import plan as plans
 from oracle.formats import strict_json, tensors
 from oracle.formats.disk import hash_once, sha256, write_text
 from oracle.formats.errors import Refusal, brief
-from oracle.formats.plan import Whole
+from oracle.formats.plan import Plan, Whole
 from oracle.formats.tensors import Array
 
 TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
@@ -77,11 +78,34 @@ class Manifest:
         return TRUTH if self.has_truth else MEAN
 
     @property
+    def title(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+    @property
     def surroundings(self) -> dict[str, Any]:
         """What a report's table of environments shows: the environment and the pool."""
         names = ("pool", "pool_distinct", "left_out", "ignored_keys", "packed")
         special = {name: getattr(self, name) for name in names}
         return self.environment | {name: value for name, value in special.items() if value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What an oracle computes on a model: all that its results depend on beside that.
+
+    `tokens` are those given, of which the first `prompt_tokens` are the prompt; `steps` greedy ones
+    follow, of which the last is not part of the sequence. `chunks` are the sizes in which the
+    chunked plan sends the prompt (None: the usual ones), `taps` the places inside a layer that the
+    truth records.
+    """
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    steps: int = 0
+    chunks: tuple[int, ...] | None = None
+    dtype: str
+    threads: int = 0
+    taps: Collection[str] = ("hidden",)
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +119,6 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     distinct: int
 
     def to_json(self) -> dict[str, Any]:
-        """The metadata of the file."""
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
 
 
@@ -146,36 +169,30 @@ def _check(manifest: Manifest, path: Path) -> None:
             raise Refusal(what, where=path, remedy=_COPY)
 
 
+def read_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
+    """The plans of a run folder, by name; a Refusal where one is not what the manifest says."""
+    found = {}
+    for name, digest in manifest.plans.items():
+        path = folder / "plans" / f"{name}.json"
+        found[name] = plans.read(path)
+        if found[name].digest != digest:
+            what = f"digest is {found[name].digest[:16]}, expected {digest[:16]}"
+            raise Refusal(what, where=path, remedy="make the folder again")
+    return found
+
+
 def suspects_digest(manifest: Manifest) -> str:
     """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
-    return inputs_digest(
-        fingerprint=manifest.fingerprint,
-        config_digest=manifest.config_digest,
-        tokens=manifest.tokens,
-        prompt_tokens=manifest.prompt_tokens,
-        steps=0,
-        chunks=None,
-        dtype=manifest.dtype,
-        threads=0,
-    )
+    tokens, n = tuple(manifest.tokens), manifest.prompt_tokens
+    inputs = Inputs(tokens=tokens, prompt_tokens=n, dtype=manifest.dtype)
+    return inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
 
 
-def inputs_digest(
-    *,
-    fingerprint: str,
-    config_digest: str,
-    tokens: Sequence[int],
-    prompt_tokens: int,
-    steps: int,
-    chunks: Sequence[int] | None,
-    dtype: str,
-    threads: int,
-    taps: Collection[str] = ("hidden",),
-) -> str:
+def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
     """One digest of all that an oracle's results depend on.
 
-    torch and transformers are asked for their versions, not imported. `tokens` are those given,
-    before the `steps` greedy ones. A folder without a tap must not pass for one with it.
+    torch and transformers are asked for their versions, not imported. A folder without a tap must
+    not pass for one with it.
     """
     from importlib import metadata
 
@@ -185,14 +202,14 @@ def inputs_digest(
         except metadata.PackageNotFoundError:
             return "not installed"
 
-    inputs = {
+    value = {
         "weights": [fingerprint, config_digest],
-        "tokens": [list(tokens), prompt_tokens, steps, None if chunks is None else list(chunks)],
-        "run": [dtype, threads, sorted(taps)],
+        "tokens": [inputs.tokens, inputs.prompt_tokens, inputs.steps, inputs.chunks],
+        "run": [inputs.dtype, inputs.threads, sorted(inputs.taps)],
         "versions": [version("torch"), version("transformers")],
         "sources": sources(),
     }
-    return hashlib.sha256(strict_json.encode(inputs).encode()).hexdigest()
+    return hashlib.sha256(strict_json.encode(value).encode()).hexdigest()
 
 
 def sources() -> dict[str, str]:

@@ -42,11 +42,10 @@ def decode(text: bytes | str, *, any_numbers: bool = False) -> Any:
 
 def read(path: Path, *, remedy: str, any_numbers: bool = False) -> Any:
     """The JSON value in a UTF-8 file, a byte order mark or not; a Refusal if there is none."""
+    with disk.reading(path, remedy):
+        text = disk.read_bytes(path)
     try:
-        return decode(disk.read_bytes(path).decode("utf-8-sig"), any_numbers=any_numbers)
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise Refusal(why, where=path, remedy=remedy) from error
+        return decode(text.decode("utf-8-sig"), any_numbers=any_numbers)
     except ValueError as error:
         raise Refusal(f"not JSON ({one_line(error)})", where=path, remedy=remedy) from error
 

@@ -83,7 +83,6 @@ class Meta:
     no_cache: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The metadata as plain JSON values."""
         value = {each.name: getattr(self, each.name) for each in fields(self)}
         if not self.no_cache:
             del value["no_cache"]
@@ -136,7 +135,6 @@ def writer(path: Path, meta: Meta, shapes: Shapes) -> AbstractContextManager[Wri
 
 
 def write(path: Path | str, meta: Meta, arrays: Mapping[str, Array]) -> None:
-    """One trace from arrays in memory."""
     with writer(Path(path), meta, {n: (a.dtype.type, a.shape) for n, a in arrays.items()}) as out:
         for name, array in arrays.items():
             out.arrays[name][...] = array

@@ -41,19 +41,11 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
             made = scratch / "model"
             made.mkdir()
             make(made)
-            _rename(made, folder)
+            made.rename(folder)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        if not folder.is_dir():  # else another process was first, and made the same bytes
+            raise _unwritable(folder, error) from error
     return folder
-
-
-def _rename(made: Path, folder: Path) -> None:
-    try:
-        made.rename(folder)
-    except OSError:
-        # Another process was first. What it made has the same bytes.
-        if not folder.is_dir():
-            raise
 
 
 def _unwritable(folder: Path, error: OSError) -> Refusal:

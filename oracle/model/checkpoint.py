@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import Refusal, brief
 from oracle.formats.header import Tensor
 from oracle.formats.progress import Progress, silent
 from oracle.model import cache_folder, packing, safetensors
@@ -51,7 +51,6 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The config's path, for a message."""
         return str(self.folder / "config.json")
 
     @property
@@ -69,13 +68,18 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """As the config says."""
         return self._whole("vocab_size")
 
     @property
     def max_positions(self) -> int:
-        """As the config says."""
         return self._whole("max_position_embeddings")
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text, by config.json and generation_config.json together."""
+        path = self.folder / "generation_config.json"
+        generation = safetensors.read_object(path) if os.path.exists(path) else {}
+        return _eos_of(self.config, self.where) | _eos_of(generation, path)
 
     def _whole(self, key: str) -> int:
         value = self.config.get(key)
@@ -83,6 +87,15 @@ class Checkpoint:
             what = f"{key} is {value!r}, expected a whole number from 1"
             raise Refusal(what, where=self.where, remedy="correct the config")
         return value
+
+
+def _eos_of(config: Mapping[str, Any], where: object) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id) is int for id in ids):
+        what = f"eos_token_id is {brief(value)}, expected a token id or a list of them"
+        raise Refusal(what, where=where, remedy="correct it")
+    return frozenset(ids)
 
 
 def resolve(
@@ -169,6 +182,21 @@ def require_llama(checkpoint: Checkpoint) -> None:
         raise Refusal(what, where=checkpoint.where, remedy=remedy)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A Llama as a person names it: MODEL (None is the default one), --revision, --ignore-key."""
+
+    model: str | None = None
+    revision: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+
+    def checkpoint(self) -> Checkpoint:
+        """What is named; a Refusal where it is no Llama."""
+        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
+        require_llama(found)
+        return found
+
+
 def _opened(
     folder: Path,
     source: str,
@@ -178,7 +206,6 @@ def _opened(
     note: str = "",
     revision: str | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a Hugging Face folder."""
     path = folder / "config.json"
     if not os.path.exists(path):
         ggufs = sorted(p.name for p in folder.glob("*.gguf"))

@@ -122,7 +122,6 @@ def _install(target: Path) -> None:
 
 
 def _installer(options: list[str]) -> list[str]:
-    """The command line of pip, or of uv, with these options."""
     if importlib.util.find_spec("pip"):
         quiet = ["--no-compile", "--no-input", "--disable-pip-version-check"]
         return child.command("pip", *options, *quiet)

@@ -40,7 +40,7 @@ def hashes(path: Path, spans: Spans, *, progress: Progress) -> dict[str, str]:
     path = path.resolve()
     name = f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     record = cache_folder.part("fingerprints") / name
-    try:
+    with disk.reading(path, "check the file or download it again"):
         stamp = _stamp(path)
         known = _recalled(record, stamp, spans)
         if known is not None:
@@ -48,9 +48,6 @@ def hashes(path: Path, spans: Spans, *, progress: Progress) -> dict[str, str]:
         started = time.time_ns()
         found = _hashed(path, spans, progress)
         settled = disk.settled(stamp["mtime_ns"], started) and _stamp(path) == stamp
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-        raise Refusal(what, where=path, remedy="check the file or download it again") from error
     if settled:
         disk.write_text(record, json.dumps(stamp | {"hashes": found}, indent=1))
     return found
@@ -58,12 +55,8 @@ def hashes(path: Path, spans: Spans, *, progress: Progress) -> dict[str, str]:
 
 def _stamp(path: Path) -> dict[str, Any]:
     stat = path.stat()
-    return {
-        "path": str(path),
-        "size": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-        "inode": stat.st_ino,
-    }
+    found = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
+    return {"path": str(path)} | found
 
 
 def _recalled(record: Path, stamp: dict[str, Any], spans: Spans) -> dict[str, str] | None:

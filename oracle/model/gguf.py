@@ -120,7 +120,6 @@ def _new_name(cursor: _Cursor, known: dict[str, Any]) -> str:
 
 
 def dequantised(gguf: Gguf, name: str) -> Any:
-    """One tensor as a float32 array."""
     import numpy as np
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

@@ -204,7 +204,6 @@ def _targets(gguf: Gguf, config: dict[str, Any]) -> dict[str, _Target]:
 
 
 def _layer(config: dict[str, Any]) -> dict[str, _Target]:
-    """The tensors of one layer."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     q, kv = heads * config["head_dim"], kv_heads * config["head_dim"]

@@ -9,7 +9,8 @@ from oracle.formats.errors import Refusal, one_line
 from oracle.formats.progress import Progress
 from oracle.model import safetensors
 
-_FILES = ["config.json", "tokenizer.json", safetensors.INDEX, "*.safetensors"]
+_FILES = ["config.json", "generation_config.json", "tokenizer.json"]
+_FILES += [safetensors.INDEX, "*.safetensors"]
 _OTHERS = ["*/*", "consolidated*"]
 _SECONDS = 10
 

@@ -7,7 +7,8 @@ with the token that the tokenizer adds, `warning` says so and both are kept.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -47,15 +50,37 @@ class Tokenizer:
         """The text, special tokens included."""
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
+    def stream(self, prompt: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
+        """The text of `ids` after a prompt, piece by piece, as the ids come.
+
+        All pieces together are `decode(prompt + ids)[len(decode(prompt)):]`. A decoder may drop a
+        text's first space, and makes characters of whole runs of bytes: so the whole is decoded
+        each time, and a piece waits for the token that ends its last run.
+        """
+        sequence = list(prompt)
+        shown = len(self.decode(sequence))
+        text = ""
+        for id in ids:
+            sequence.append(id)
+            text = self.decode(sequence)
+            if not (text.endswith("\ufffd") or _BYTE_TOKEN.fullmatch(self._spelling(id))):
+                yield text[shown:]
+                shown = max(shown, len(text))
+        if text[shown:]:
+            yield text[shown:]
+
     def token_text(self, id: int) -> str:
         """One token's text as it is within a sentence; part of a character as bytes: <f0 9f>."""
-        spelling = self._inner.id_to_token(id)
-        if spelling is None:
+        spelling = self._spelling(id)
+        if not spelling:
             return f"<{id}>"
         # Some decoders drop the space before a sentence's first word: the second of two keeps it.
         first, both = self.decode([id]), self.decode([id, id])
         text = both[len(first) :] if both.startswith(first) else first
         return _bytes(spelling) if not text or "\ufffd" in text else text
+
+    def _spelling(self, id: int) -> str:
+        return str(self._inner.id_to_token(id) or "")
 
     def _doubled(self, ids: list[int], bare: list[int]) -> str | None:
         if ids[0] != bare[0] or ids[1 : 1 + len(bare)] != bare:
@@ -65,11 +90,13 @@ class Tokenizer:
 
 
 def _bytes(spelling: str) -> str:
-    """The bytes that GPT-2's byte-level vocabulary spells so; another spelling as it is."""
+    """The bytes that SentencePiece's or GPT-2's vocabulary spells so; another spelling as it is."""
+    if byte := _BYTE_TOKEN.fullmatch(spelling):
+        return f"<{byte[1].lower()}>"
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-    if not spelling or not set(spelling) <= set(byte_of):
+    if not set(spelling) <= set(byte_of):
         return spelling
     return f"<{bytes(byte_of[c] for c in spelling).hex(' ')}>"
 

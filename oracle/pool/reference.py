@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -32,11 +31,12 @@ from oracle.formats.tensors import Array
 from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 from oracle.pool import neighbour_model
-from oracle.truth.config import check_weights, config_of, effective
+from oracle.truth.config import checked, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
 _TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
 _CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
+_OLD_FREQUENCIES = ".rotary_emb.inv_freq"
 _PRECISION = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 
 
@@ -132,7 +132,7 @@ class Reference:
 def _built(checkpoint: Checkpoint, dtype: str) -> Any:
     build = neighbour_model.build if is_neighbour(checkpoint) else _llama
     if not is_neighbour(checkpoint):
-        check_weights(config_of(checkpoint), checkpoint)
+        checked(checkpoint)
     try:
         return build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
     except Refusal:
@@ -173,7 +173,6 @@ class _Run:
         self._places: list[tuple[int, int]] = []  # (position, step) of each row
 
     def follow(self, i: int, step: Step) -> Outcome:
-        """One step, to its outcome; its rows are kept."""
         chosen: list[int] = []
         caches = self._caches
         try:
@@ -210,7 +209,6 @@ class _Run:
         return arrays, lacks
 
     def _call(self, i: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """Keeps the rows of one forward call; returns the last."""
         cache = self._caches[name]
         held = _length(cache)
         given = {_CACHE: cache, "use_cache": cache is not None, "logits_to_keep": int(self._last)}
@@ -276,20 +274,13 @@ def _partial(layers: list[Any], length: int) -> str:
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors that the fingerprint covers, mapped; packed ones unpacked and rounded once."""
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(set(checkpoint.weights) - set(checkpoint.packed)):
-        if not name.endswith(".rotary_emb.inv_freq"):
-            by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
-    found: dict[str, Tensor] = {}
-    for file, names in by_file.items():
-        with safe_open(str(file), framework="pt") as stored:
-            found |= {name: stored.get_tensor(name) for name in names}
-    exact = Weights(checkpoint, dtype=dtype)
-    return found | {name: exact(name).to(DTYPES[dtype]) for name in checkpoint.packed}
+    exact, packed = Weights(checkpoint, dtype=dtype), checkpoint.packed
+    plain = sorted(set(checkpoint.weights) - set(packed))
+    found = {name: exact.stored(name) for name in plain if not name.endswith(_OLD_FREQUENCIES)}
+    return found | {name: exact(name).to(DTYPES[dtype]) for name in packed}
 
 
 def _processor() -> str:
-    """The processor's name, without the machine's."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -167,6 +167,13 @@ def config_of(checkpoint: Checkpoint) -> Config:
     return read_config(c.model_config, where=c.where, without=c.without)
 
 
+def checked(checkpoint: Checkpoint) -> Config:
+    """The oracle's reading of a checkpoint's config, once its weights are those of the config."""
+    config = config_of(checkpoint)
+    check_weights(config, checkpoint)
+    return config
+
+
 def read_config(
     values: Mapping[str, Any], *, where: str = "config.json", without: Sequence[str] = ()
 ) -> Config:

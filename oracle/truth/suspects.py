@@ -24,7 +24,7 @@ from oracle.formats.progress import Progress, silent
 from oracle.formats.run_folder import Manifest
 from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 from oracle.truth import llama
-from oracle.truth.config import Config, check_weights, config_of
+from oracle.truth.config import Config, checked
 from oracle.truth.weights import DTYPES, EMBEDDING, HEAD, NORM, Weights
 
 FORMAT = "mlxkv-suspects/1"
@@ -148,9 +148,7 @@ def _config(checkpoint: Checkpoint, manifest: Manifest) -> Config:
             remedy = "name the model it was made with"
             raise Refusal(differ, where=checkpoint.folder, remedy=remedy)
     require_llama(checkpoint)
-    config = config_of(checkpoint)
-    check_weights(config, checkpoint)
-    return config
+    return checked(checkpoint)
 
 
 @torch.inference_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,11 @@ import pytest
 from caches import LAYOUTS, buffers, fresh, same
 
 from mlxkv.commands.pitfalls import memory as branches
+from mlxkv.engines.job import Job
 from mlxkv.port.cache import BLOCK, Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
+from oracle.formats.child import command
 from oracle.formats.errors import Refusal
 
 ModelOf = Callable[..., Llama]
@@ -100,35 +101,22 @@ def test_what_cannot_be_measured_is_refused(given: tuple[int, int, int], model_o
     )
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxkv.commands.pitfalls.memory", *arguments]
+def measured(model: Path, out: Path, *figures: int) -> subprocess.CompletedProcess[str]:
+    """The process that measures, as pitfalls starts it."""
+    asked = Job(str(model), (), out, dtype="float16", weights_dtype="float16", device="cpu")
+    line = command("mlxkv.commands.pitfalls.memory", str(asked.save()), *map(str, figures))
     return subprocess.run(
         line, capture_output=True, text=True, env=os.environ | {"MLXKV_BLAS": "none"}
     )
 
 
-def test_the_command_writes_the_figures_and_where_they_were_made(
+def test_the_process_writes_the_figures_and_where_they_were_made(
     long: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "branches.json"
-
-    finished = command(
-        str(long),
-        str(out),
-        "--context",
-        "300",
-        "--branches",
-        "3",
-        "--steps",
-        "2",
-        "--dtype",
-        "float16",
-        "--device",
-        "cpu",
-    )
+    finished = measured(long, tmp_path, 300, 3, 2)
 
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
-    value = json.loads(out.read_text())
+    value = json.loads((tmp_path / "branches.json").read_text())
     environment, peak = value.pop("environment"), value.pop("peak")
     size = 2 * 2 * 64 * 2 * 2 * BLOCK
     assert (environment["device"], environment["blas"]) == ("cpu", "reference (from MLX)")
@@ -151,11 +139,11 @@ def test_the_command_writes_the_figures_and_where_they_were_made(
     }
 
 
-def test_the_command_refuses_in_one_line(long: Path, tmp_path: Path) -> None:
-    finished = command(str(long), str(tmp_path / "out.json"), "--context", str(LONG))
+def test_the_process_refuses_in_one_line(long: Path, tmp_path: Path) -> None:
+    finished = measured(long, tmp_path, LONG, 8, 16)
 
     asked = f"context {LONG}, branches 8, steps 16"
     expected = f"expected each from 1 and at most {LONG} tokens in all; ask for fewer"
     line = f"error: branches: {asked}, {expected}\n"
     assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", line)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]

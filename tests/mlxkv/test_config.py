@@ -461,9 +461,9 @@ def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "expected a JSON object, got list"),
-        (b"8", "expected a JSON object, got int"),
-        (b"null", "expected a JSON object, got NoneType"),
+        (b"[]", "a JSON list, expected an object"),
+        (b"8", "a JSON int, expected an object"),
+        (b"null", "a JSON NoneType, expected an object"),
         (
             b"{",
             "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
@@ -477,10 +477,10 @@ def test_a_file_that_is_no_json_object_is_refused_by_its_path(
     path = tmp_path / "config.json"
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Refusal) as caught:
         LlamaConfig.from_file(path)
 
-    assert str(caught.value) == f"{path}: {message}"
+    assert str(caught.value) == f"{path}: {message}; correct it or download it again"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
@@ -488,24 +488,26 @@ def test_a_file_of_garbage_is_refused_in_one_line(content: bytes, tmp_path: Path
     path = tmp_path / "config.json"
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match=r"config.json: not JSON \([^\n]+\)$"):
+    with pytest.raises(
+        Refusal, match=r"config.json: not JSON \([^\n]+\); correct it or download it again$"
+    ):
         LlamaConfig.from_file(path)
 
 
 def test_a_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Refusal) as caught:
         LlamaConfig.from_file(path)
 
     assert (
         str(caught.value)
-        == f"{path}: cannot be read (No such file or directory); a model folder holds a config.json"
+        == f"{path}: cannot be read (No such file or directory); correct it or download it again"
     )
 
 
 def test_a_refusal_names_the_file_and_stays_one_short_line() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Refusal) as caught:
         LlamaConfig.from_json(SMOLLM2 | {"weird": "x\ny" * 1000}, where="/models/a/config.json")
 
     assert str(caught.value).startswith("/models/a/config.json: weird: expected no such key")

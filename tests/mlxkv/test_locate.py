@@ -24,7 +24,7 @@ from mlxkv.commands.locate import place as locate
 from mlxkv.commands.locate import run as locating
 from mlxkv.commands.locate.layers import WALK
 from mlxkv.commands.locate.place import Located
-from mlxkv.engines import job, oracle, port
+from mlxkv.engines import job, port
 from mlxkv.engines import machine as runtime
 from mlxkv.engines import recorder as taps
 from mlxkv.judge.case import Case, read_case
@@ -34,7 +34,7 @@ from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Block, Llama
 from mlxkv.port.weights import load
 from oracle.formats import plan as plans
-from oracle.formats import trace
+from oracle.formats import run_folder, trace
 from oracle.formats.trace import TAPS, Meta
 from oracle.model.checkpoint import resolve
 
@@ -76,7 +76,7 @@ def bare(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 def look(folder: Path, model: Llama, *, case: Case | None = None) -> Located:
     """What `mlxkv locate` does, in this process and in float64 alone."""
     case = read_case(folder) if case is None else case
-    judged = oracle.judged(case.manifest, folder)
+    judged = run_folder.read_plans(folder, case.manifest)
     meta = Meta(
         judged["full"],
         "mlxkv",
@@ -124,7 +124,7 @@ def test_scores_of_a_prompt_that_goes_through_in_blocks_are_put_together(
 ) -> None:
     monkeypatch.setattr(llama, "QUERIES", 3)
     model, case = model_of("gqa", "float64"), read_case(tapped("gqa"))
-    plan = oracle.judged(case.manifest, tapped("gqa"))["full"]
+    plan = run_folder.read_plans(tapped("gqa"), case.manifest)["full"]
     made, _ = taps.run(model, plan, Meta(plan, "mlxkv", "0", "float64"))
     for layer in range(3):
         name = f"tap/{layer:03d}/scores"
@@ -654,11 +654,12 @@ def test_the_taps_are_not_asked_of_another_model_than_the_folders(
 def test_a_folder_without_a_tap_never_passes_for_one_with_it(
     folder_of: Callable[[str], Path],
 ) -> None:
-    question = oracle.Question(
-        resolve(str(folder_of("gqa"))), None, (1, 2), 2, 0, None, "float32", 1
-    )
+    found = resolve(str(folder_of("gqa")))
+    inputs = run_folder.Inputs(tokens=(1, 2), prompt_tokens=2, dtype="float32", threads=1)
     digests = [
-        replace(question, taps=names).digest()
+        run_folder.inputs_digest(
+            found.fingerprint, found.config_digest, replace(inputs, taps=names)
+        )
         for names in (("hidden",), ("hidden", "q"), ("q", "hidden"), TAPS)
     ]
     assert len(set(digests)) == 3
@@ -737,7 +738,7 @@ def test_the_command_asks_the_oracle_for_the_taps_and_names_the_place(
 def test_a_third_engines_trace_is_looked_into_beside_the_port(
     bare: Path, folder_of: Callable[[str], Path], model_of: Callable[..., Llama], tmp_path: Path
 ) -> None:
-    step = oracle.judged(read_case(bare).manifest, bare)["step"]
+    step = run_folder.read_plans(bare, read_case(bare).manifest)["step"]
     made = port.run(
         model_of("gqa"),
         step,

@@ -64,12 +64,12 @@ VERDICT = Verdict(
     plans=("full", "step"),
     subject=Subject("mlxkv", "0.1.0", "cpu", "float32", "SmolLM2", "f0", "c0", tuple(range(24)), 5),
     gates=(
-        Gate("algebra (float64)", "algebra", "full", 9.0e-14, 1e-10, 4, " is"),
-        Gate("algebra (float64)", "algebra", "step", 1.02e-13, 1e-10, 23, " t23"),
-        Gate("sigma", "logits", "step", 1.71, 8.0),
-        Gate("worst position", "logits", "step", 2.4, 16.0, 4, " is"),
-        Gate("decisive flips", "logits", "step", 0.0, 0.0),
-        Gate("keys worst row", "cache", "step", math.nan, 50.0, reason="not run: no keys in trace"),
+        Gate("algebra (float64)", "full", 9.0e-14, 1e-10, 4, " is"),
+        Gate("algebra (float64)", "step", 1.02e-13, 1e-10, 23, " t23"),
+        Gate("sigma", "step", 1.71, 8.0),
+        Gate("worst position", "step", 2.4, 16.0, 4, " is"),
+        Gate("decisive flips", "step", 0.0, 0.0),
+        Gate("keys worst row", "step", math.nan, 50.0, reason="not run: no keys in trace"),
     ),
     controls=(
         Control("sdpa-step, held out", "agree", True, 1.02, 8.0),
@@ -133,10 +133,10 @@ DIFFERS = replace(
     VERDICT,
     outcome="differ",
     gates=(
-        Gate("sigma", "logits", "step", 149.2, 8.0, first=16),
-        Gate("peak", "logits", "step", math.nan, 8.0, 16, " t16", first=16),
-        Gate("keys worst row", "cache", "step", 7e5, 50.0, 16, " t16", 29, 2, first=16),
-        Gate("shift", "logits", "step", 1.0, 10.0),
+        Gate("sigma", "step", 149.2, 8.0, first=16),
+        Gate("peak", "step", math.nan, 8.0, 16, " t16", first=16),
+        Gate("keys worst row", "step", 7e5, 50.0, 16, " t16", 29, 2, first=16),
+        Gate("shift", "step", 1.0, 10.0),
     ),
     first_wrong=FirstWrong(16, " t16", "step", "keys worst row", 29),
     reasons=("port trace of plan 'chunked': no row for position 9, expected 20 rows",),
@@ -210,7 +210,7 @@ def test_numbers_have_as_many_digits_as_it_takes(
 
 def test_headroom_is_how_often_the_value_fits() -> None:
     values = [1.02e-13, 1.71, 100.0, 5e5, 0.0, math.nan]
-    assert [headroom(Gate("g", "logits", "step", v, 8.0)) for v in values] == [
+    assert [headroom(Gate("g", "step", v, 8.0)) for v in values] == [
         "78431372549020x",
         "4.7x",
         "0.08x",
@@ -221,7 +221,7 @@ def test_headroom_is_how_often_the_value_fits() -> None:
 
 
 def test_a_place_is_told_as_far_as_it_is_known() -> None:
-    gate = Gate("g", "cache", "step", 1.0, 8.0, 4, 'a"b\n', 3, 1)
+    gate = Gate("g", "step", 1.0, 8.0, 4, 'a"b\n', 3, 1)
     assert where(gate) == 'layer 3 head 1 pos 4 "a\\"b\\n"'
     assert where(replace(gate, token=None, layer=None)) == "pos 4"
     assert where(replace(gate, position=None, layer=None)) == "-"

@@ -83,7 +83,6 @@ def planted(model: Path, to: Path, fault: str) -> Path:
 @pytest.fixture(scope="session")
 def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[trace.Trace]]:
     """mlx-lm's traces of the judged plans by model, and by model and fault."""
-    from mlxkv.engines import oracle
     from mlxkv.engines.job import Job
 
     place = tmp_path_factory.mktemp("mlx-lm")
@@ -96,7 +95,7 @@ def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
     jobs = {}
     for name, model in wanted.items():
         run = made / "runs" / name.split("-")[0]
-        plans = oracle.judged(run_folder.read_manifest(run), run)
+        plans = run_folder.read_plans(run, run_folder.read_manifest(run))
         kept = tuple(plans.values()) if name in FIVE else (plans["full"], plans["step"])
         jobs[name] = Job(str(model), kept, place / "traces" / name, "float32", "float32", "cpu")
     files = [str(job.save()) for job in jobs.values()]

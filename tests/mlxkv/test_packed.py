@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from packed_models import quantised
 
 from mlxkv.commands.selftest.models import Tiny
-from mlxkv.engines import oracle, port
+from mlxkv.engines import port
 from mlxkv.judge.case import read_case
 from mlxkv.judge.limits import SIGMA_NOISY
 from mlxkv.judge.result import Verdict
@@ -31,6 +31,7 @@ from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.packed import PackedEmbedding, PackedLinear, product, unpacked
 from mlxkv.port.weights import from_checkpoint, load
+from oracle.formats import run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import resolve
@@ -101,7 +102,7 @@ def judged(
         probes = port.probe() if lane == "float64" else {}
         plans = {
             plan: p
-            for plan, p in oracle.judged(case.manifest, folder).items()
+            for plan, p in run_folder.read_plans(folder, case.manifest).items()
             if every or plan in ("full", "step")
         }
         runs = {plan: port.run(model, p) for plan, p in plans.items()}

@@ -198,7 +198,7 @@ def test_the_built_in_prompts_are_four_kinds() -> None:
         ("numbers", 8),
         ("rare", 8),
     ]
-    assert all(p.text for p in prompts.builtin())
+    assert all(p.prompt for p in prompts.builtin())
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
     most = next(n for n in range(1, PREFIXES_MOST) if prefixes_feed(n + 1, 1) > PREFIXES_MOST)
     assert "prefixes" in judged_plans([1] * most, prompt=1)
     assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "step"]
-    assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG.chunks))) == [
+    assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG_CHUNKS))) == [
         "chunked",
         "full",
         "step",

@@ -13,7 +13,7 @@ from mlxkv.cli import PARTS
 from mlxkv.commands import diff
 from mlxkv.commands import reports as parts
 from mlxkv.commands.compare import prompts
-from mlxkv.commands.compare.prompts import Long, Prompt
+from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate as calibrating
 from mlxkv.commands.selftest import run as selftesting
@@ -30,7 +30,8 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
         parts, "Request", partial(Request, model=model, tokens=(3, 7, 11, 2, 19), steps=6)
     )
     patch.setattr(prompts, "builtin", lambda: (Prompt("short", tokens=(5, 1, 8), steps=3),))
-    patch.setattr(prompts, "LONG", Long(length=12, chunks=(5, 3)))
+    patch.setattr(prompts, "LONG", 12)
+    patch.setattr(prompts, "LONG_CHUNKS", (5, 3))
     patch.setattr(
         pitfalls,
         "Request",

@@ -589,9 +589,9 @@ def test_the_worst_plan_decides_never_an_average() -> None:
 
 def test_of_several_gates_the_one_that_is_not_a_number_is_worst() -> None:
     gates = (
-        Gate("sigma", "logits", "a", 1e9, 8),
-        Gate("sigma", "logits", "b", math.nan, 8),
-        Gate("sigma", "logits", "c", math.nan, 8, reason="not run"),
+        Gate("sigma", "a", 1e9, 8),
+        Gate("sigma", "b", math.nan, 8),
+        Gate("sigma", "c", math.nan, 8, reason="not run"),
     )
     verdict = replace(judge(CASE, {}), gates=gates)
     assert [g.plan for g in verdict.worst] == ["b"]

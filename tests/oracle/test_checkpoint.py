@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import CONFIG, INDEX, SHARDS, aged, arrays, folder_of, refused
+from folders import CONFIG, INDEX, SHARDS, aged, arrays, folder_of, refusal, refused
 from safetensors.numpy import save_file
 
 from oracle.formats.errors import Refusal
@@ -415,3 +415,33 @@ def test_importing_costs_no_library() -> None:
         [sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({}, None, []),
+        ({"eos_token_id": None}, {}, []),
+        ({"eos_token_id": 3}, None, [3]),
+        ({"eos_token_id": 3}, {"eos_token_id": [195, 7]}, [3, 7, 195]),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 0, "top_p": 0.9}, [0, 3, 4]),
+    ],
+)
+def test_a_text_ends_by_both_files(
+    tmp_path: Path, config: dict[str, object], generation: object, ids: list[int]
+) -> None:
+    folder = folder_of(tmp_path / "m", config=CONFIG | config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert resolve(str(folder)).eos_ids == frozenset(ids)
+
+
+@pytest.mark.parametrize("odd", ["195", [[195]], 195.0, True, [3, None], {"a": 1}])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_odd_end_of_text_is_refused_by_its_file(tmp_path: Path, odd: object, name: str) -> None:
+    folder = folder_of(tmp_path / "m", config=CONFIG)
+    path = folder / name
+    path.write_text(json.dumps((CONFIG if name == "config.json" else {}) | {"eos_token_id": odd}))
+    found = resolve(str(folder))
+    expected = "expected a token id or a list of them; correct it"
+    assert refusal(lambda: found.eos_ids) == f"{path}: eos_token_id is {odd!r}, {expected}"

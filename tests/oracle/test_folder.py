@@ -340,19 +340,21 @@ def test_a_number_that_is_not_finite_is_found(copy):
 )
 def test_the_digest_of_the_inputs_is_known_before_the_run(model, kept, asked):
     question = ask(model, tokens=models.tokens(7), chunks=(2, 4, 1), threads=1, **asked)
-    assert question.digest() == run_folder.read_manifest(kept).inputs
+    found = question.checkpoint
+    digest = run_folder.inputs_digest(found.fingerprint, found.config_digest, question)
+    assert digest == run_folder.read_manifest(kept).inputs
 
 
 def test_the_digest_of_the_inputs_needs_no_torch():
-    code = "import sys; from oracle.formats.run_folder import inputs_digest; inputs_digest(fingerprint='', config_digest='', tokens=[1], prompt_tokens=1, "
-    code += "steps=1, chunks=None, dtype='float32', threads=1); sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
+    code = "import sys; from oracle.formats.run_folder import Inputs, inputs_digest\n"
+    code += "inputs_digest('', '', Inputs(tokens=(1,), prompt_tokens=1, dtype='float32'))\n"
+    code += "sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'mlx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_input_changes_the_digest():
+    weights = {"fingerprint": "f", "config_digest": "c"}
     inputs = {
-        "fingerprint": "f",
-        "config_digest": "c",
         "tokens": [1, 2],
         "prompt_tokens": 2,
         "steps": 3,
@@ -368,10 +370,14 @@ def test_every_input_changes_the_digest():
         "chunks": [1, 1],
     }
     other |= {"dtype": "float16", "threads": 1, "taps": ["hidden", "q"]}
-    digests = {
-        run_folder.inputs_digest(**inputs),
-        *(run_folder.inputs_digest(**inputs | {key: value}) for key, value in other.items()),
-    }
+
+    def digest(**change):
+        changed = (weights | inputs | change).items()
+        about = {key: value for key, value in changed if key not in weights}
+        model = {key: value for key, value in changed if key in weights}
+        return run_folder.inputs_digest(**model, inputs=run_folder.Inputs(**about))
+
+    digests = {digest(), *(digest(**{key: value}) for key, value in other.items())}
     assert len(digests) == 1 + len(other)
 
 

@@ -71,7 +71,8 @@ def test_what_the_cache_lacks_is_asked_for_by_name(tmp_path: Path, hub: Hub) -> 
     assert resolve("org/name").revision == "f" * 40
     ((model, options),) = hub.calls
     assert model == "org/name"
-    assert options["allow_patterns"] == ["config.json", "tokenizer.json", INDEX, "*.safetensors"]
+    wanted = ["config.json", "generation_config.json", "tokenizer.json", INDEX, "*.safetensors"]
+    assert options["allow_patterns"] == wanted
     assert options["ignore_patterns"] == ["*/*", "consolidated*"]
     assert options["revision"] is None
 

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from oracle.formats.errors import Refusal
 from oracle.model import tokenizer as tokens
@@ -88,6 +88,68 @@ def test_a_decoder_that_drops_the_first_space_does_not_drop_it_from_a_shown_toke
         " is",
         "i",
     )
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> tokens.Tokenizer:
+    """As Llama 2's: words with a sign for the space before them, and bytes for what has no word."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "▁the", "▁cat", "▁on", "▁sat", "at", "猫"]
+    inner = Tokenizer(
+        models.Unigram([(w, -9.0 if w[0] == "<" else -1.0) for w in words], 0, byte_fallback=True)
+    )
+    inner.add_special_tokens(["<unk>", "<s>"])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokens.load(tmp_path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+TEXTS = ["the cat on sat", "the 猫 on", "👩‍🔬 the cat 🐈", "  the  cat ", "é\nè", "the \ufffd cat"]
+BOTH = pytest.mark.parametrize("kind", ["smol", "pieces"])
+
+
+@BOTH
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_a_streamed_text_is_the_whole_one_from_every_place(
+    kind: str, text: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: tokens.Tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode(text)
+    assert text in tokenizer.decode(ids)
+    for prompt in range(len(ids)):
+        for end in range(prompt, len(ids) + 1):
+            streamed = "".join(tokenizer.stream(ids[:prompt], iter(ids[prompt:end])))
+            before, whole = tokenizer.decode(ids[:prompt]), tokenizer.decode(ids[:end])
+            assert streamed == whole[len(before) :], (prompt, end)
+
+
+@BOTH
+def test_a_piece_comes_as_soon_as_its_token(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: tokens.Tokenizer = request.getfixturevalue(kind)
+    prompt = tokenizer.encode("the cat")
+    ids = tokenizer.encode("the cat on sat")[len(prompt) :]
+    assert [next(tokenizer.stream(prompt, iter(ids)))] == [" on"]
+    assert list(tokenizer.stream(prompt, ids)) == [" on", " sat"]
+    assert list(tokenizer.stream(prompt, [])) == []
+
+
+def test_a_byte_token_is_shown_as_its_byte(pieces: tokens.Tokenizer) -> None:
+    shown = [pieces.token_text(2 + byte) for byte in (0x80, 0xF0, 0x41, 0x0A)]
+    assert shown == ["<80>", "<f0>", "A", "\n"]
+    assert [pieces.token_text(id) for id in (259, 263, 264, 999)] == [" the", "at", "猫", "<999>"]
 
 
 def test_a_doubled_first_token_is_said_and_kept(

@@ -78,9 +78,7 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         # What the port refuses must not cost a run of the oracle first.
         beyond = LlamaConfig.of(checkpoint).rope.beyond
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    return [
-        _asked(request, question) for request, question in zip(requests, questions, strict=True)
-    ]
+    return [_asked(one, question) for one, question in zip(requests, questions, strict=True)]
 
 
 def _asked(request: Request, question: oracle.Question) -> Answer:
@@ -134,7 +132,7 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
 def _answer(
     checkpoint: Checkpoint, folder: Path, manifest: run_folder.Manifest, made: Finished | None
 ) -> Answer:
-    plans = {plan.digest: plan for plan in oracle.judged(manifest, folder).values()}
+    plans = {plan.digest: plan for plan in run_folder.read_plans(folder, manifest).values()}
     case = replace(read_case(folder), manifest=manifest)
     return Answer(checkpoint, folder, case, tuple(plans.values()), made)
 

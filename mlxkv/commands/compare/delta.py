@@ -9,9 +9,8 @@ from pathlib import Path
 from mlxkv.judge import alignment
 from mlxkv.judge.alignment import Aligned
 from mlxkv.judge.delta import Run
-from mlxkv.judge.result import plain
-from mlxkv.report.phrases import pair_cells
-from mlxkv.report.text import columns, number, pretty
+from mlxkv.report.phrases import figure_cells, pair_cells
+from mlxkv.report.text import columns, pretty
 from oracle.formats import trace
 from oracle.formats.trace import Trace
 
@@ -31,7 +30,7 @@ def delta(paths: Sequence[Path], *, as_json: bool) -> str:
     pairs = [
         {"a": one.a, "b": one.b, "positions": one.positions} | _numbers(one) for one in aligned
     ]
-    return pretty(plain({"format": FORMAT, "traces": files, "pairs": pairs}))
+    return pretty({"format": FORMAT, "traces": files, "pairs": pairs})
 
 
 def _numbers(one: Aligned) -> dict[str, object]:
@@ -55,6 +54,6 @@ def _file(one: Trace) -> list[str]:
 
 
 def _cells(one: Aligned) -> list[str]:
-    p, f = one.pair, one.figures
+    p = one.pair
     deltas = [str(one.a + 1), str(one.b + 1), str(p.rows), *pair_cells(p), f"{p.max_abs_ref:.3f}"]
-    return [*deltas, f"{f.nmse_db:.1f}", number(1 - f.cosine), number(f.kl)]
+    return [*deltas, *figure_cells(one.figures)]

@@ -49,8 +49,12 @@ class Runs:
     took: dict[str, Finished | None]
 
     @property
+    def environments(self) -> dict[str, dict[str, Any]]:
+        """What the engine and the oracle ran on, and with."""
+        return {self.engine: self.environment, "oracle": self.case.manifest.surroundings}
+
+    @property
     def environment(self) -> dict[str, Any]:
-        """What the engine ran on, and with."""
         return self.arithmetic[0].meta.environment
 
 
@@ -105,16 +109,9 @@ def _jobs(engine: Engine, answers: Sequence[Answer], out: Path, device: str) -> 
     memory is the limit, and a GPU is not in the CPU's way.
     """
     checkpoint, dtype = answers[0].checkpoint, answers[0].case.manifest.dtype
-    one = Job(
-        str(checkpoint.folder),
-        _apart([answer.plans for answer in answers]),
-        out,
-        dtype,
-        dtype,
-        device,
-        ignore_keys=checkpoint.without,
-        custom=engine.source,
-    )
+    folder, plans = str(checkpoint.folder), _apart([answer.plans for answer in answers])
+    without, custom = checkpoint.without, engine.source
+    one = Job(folder, plans, out, dtype, dtype, device, ignore_keys=without, custom=custom)
     if engine.name != "port":
         return {engine.name: one}
     one = replace(one, threads=max(1, (os.cpu_count() or 1) // 2))

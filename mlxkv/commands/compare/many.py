@@ -32,9 +32,7 @@ class Overview:
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-prompts/1`, with the environment of all."""
-        runs = self.first.runs
-        environment = {runs.engine: runs.environment, "oracle": runs.case.manifest.surroundings}
-        return self.prompts.to_json() | {"environment": environment}
+        return self.prompts.to_json() | {"environment": self.first.runs.environments}
 
     def files(self, *, commands: Sequence[str]) -> dict[str, str]:
         """Every prompt's in its folder, and the overview last, as it links to them."""
@@ -55,18 +53,18 @@ def report(request: Request, source: str, *, out: Path, command: str) -> Report:
     where, sides = str(out / "compare.md"), found.first.sides
     text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
-    took = {"took": {name: one.took for name, one in found.compared.items()}}
+    took = {"took": {name: one.runs.took for name, one in found.compared.items()}}
     files = found.files(commands=[command])
     return Report(files, text, pretty(found.to_json() | took), found.prompts.exit_code)
 
 
 def compare(request: Request, given: Sequence[Prompt]) -> Overview:
-    """The comparison of each prompt."""
     requests = [
-        replace(
-            request, name=p.name, prompt=p.text, tokens=p.tokens, steps=p.steps or request.steps
-        )
+        replace(request, name=p.name, prompt=p.prompt or None, tokens=p.tokens or None)
         for p in given
+    ]
+    requests = [
+        replace(one, steps=p.steps or one.steps) for one, p in zip(requests, given, strict=True)
     ]
     with run(requests) as runs:
         compared = {p.name: judged(one) for p, one in zip(given, runs, strict=True)}
@@ -74,17 +72,11 @@ def compare(request: Request, given: Sequence[Prompt]) -> Overview:
 
 
 def long(request: Request) -> Compared:
-    """The comparison over one long sequence of drawn ids."""
-    length, chunks = prompts.LONG.length, prompts.LONG.chunks
+    length, chunks = prompts.LONG, prompts.LONG_CHUNKS
     vocab_size = resolve(request.model, revision=request.revision).vocab_size
-    given = replace(
-        request,
-        prompt=None,
-        tokens=prompts.drawn(length, vocab_size=vocab_size),
-        prompt_tokens=sum(chunks),
-        chunks=chunks,
-        steps=None,
-    )
+    ids = prompts.drawn(length, vocab_size=vocab_size)
+    given = replace(request, prompt=None, tokens=ids, prompt_tokens=sum(chunks), steps=None)
+    given = replace(given, chunks=chunks)
     note = (
         f"no text: {length:,} ids, each the sha256 of its place modulo the vocabulary; "
         f"the last {length - sum(chunks)} are decoded"

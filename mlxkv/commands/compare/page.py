@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,6 @@ class Compared:
     def exit_code(self) -> int:
         """Of the worse of the two verdicts."""
         return EXIT_CODES[join(v.outcome for v in (self.verdict, self.third) if v is not None)]
-
-    @property
-    def took(self) -> dict[str, Any]:
-        """What each process took, as plain values; None where its result was there already."""
-        return {name: asdict(spent) if spent else None for name, spent in self.runs.took.items()}
 
 
 def console(compared: Compared, out: Path) -> str:
@@ -80,9 +75,8 @@ def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
 
 def to_json(compared: Compared) -> dict[str, Any]:
     """`mlxkv-verdict/1`, with what was generated and what went wrong while the engine ran."""
-    runs, third, oracle = compared.runs, compared.third, compared.runs.case.manifest.surroundings
-    environments = {runs.engine: runs.environment, "oracle": oracle}
-    return page.to_json(compared.verdict, runs.case.manifest, environments) | {
+    runs, third = compared.runs, compared.third
+    return page.to_json(compared.verdict, runs.case.manifest, runs.environments) | {
         "generated": _generated(runs),
         "errors": list(_errors(runs)),
         "third": third.to_json() if third else None,

@@ -5,52 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from oracle.formats import strict_json
+from oracle.formats import disk, strict_json
 from oracle.formats.errors import Refusal, one_line
 
 BUILTIN = "builtin"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One sequence's beginning: text or ids, and how many greedy tokens follow.
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sequence's beginning, text or ids, and how many greedy tokens follow; as a line of JSON.
 
-    `steps` None: as many as the command says.
+    The name becomes a folder's; without a dot it is no report's file. What is empty was not given;
+    `steps` 0: as many as the command says.
     """
 
-    name: str
-    text: str | None = None
-    tokens: tuple[int, ...] | None = None
-    steps: int | None = None
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}\Z")] = ""
+    prompt: Annotated[str, Meta(min_length=1)] = ""
+    tokens: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] = ()
+    steps: Annotated[int, Meta(ge=1)] = 0
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """One prompt in JSON. Its name becomes a folder's; without a dot it is no report's file."""
-
-    prompt: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
-    tokens: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] | UnsetType = (
-        UNSET
-    )
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}\Z")] | UnsetType = UNSET
-    steps: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True)
-class Long:
-    """The reports' long sequence: `length` ids, of which `chunks` are the prompt."""
-
-    length: int = 1024
-    chunks: tuple[int, ...] = (640, 320)
-
-
-LONG = Long()
+LONG, LONG_CHUNKS = 1024, (640, 320)
+"""The reports' long sequence: how many ids, and of which chunks its prompt."""
 
 
 def builtin() -> tuple[Prompt, ...]:
@@ -59,7 +40,6 @@ def builtin() -> tuple[Prompt, ...]:
 
 
 def named(source: str) -> tuple[Prompt, ...]:
-    """The built-in prompts or those of a file."""
     return builtin() if source == BUILTIN else read(Path(source))
 
 
@@ -76,11 +56,7 @@ def read(path: Path) -> tuple[Prompt, ...]:
     any other one text a line. Blank lines and lines that begin with # are left out. A prompt
     without a name is called after its line.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read as UTF-8 text ({one_line(error)})"
-        raise Refusal(what, where=path, remedy="check the path") from error
+    text = disk.read_text(path).removeprefix("\ufeff")
     # Not splitlines: what else Unicode calls the end of a line may stand in a prompt.
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1)]
     lines = [(i, line) for i, line in lines if line.strip() and not line.lstrip().startswith("#")]
@@ -103,14 +79,11 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         value = strict_json.decode(line)
     except ValueError as error:
         raise Refusal(f"not JSON ({one_line(error)})", where=where, remedy=remedy) from error
-    given = strict_json.typed(value, _Line, where=where, remedy=remedy)
-    if (given.prompt is UNSET) == (given.tokens is UNSET):
-        which = "neither prompt nor" if given.prompt is UNSET else "both prompt and"
-        what = f"{which} tokens, expected one of them"
-        raise Refusal(what, where=where, remedy=remedy)
-    # UNSET is false, and no value that may be given is.
-    name, text = given.name or f"line-{number}", given.prompt or None
-    return Prompt(name, text, given.tokens or None, given.steps or None)
+    given = strict_json.typed(value, Prompt, where=where, remedy=remedy)
+    if bool(given.prompt) == bool(given.tokens):
+        which = "both prompt and" if given.prompt else "neither prompt nor"
+        raise Refusal(f"{which} tokens, expected one of them", where=where, remedy=remedy)
+    return given if given.name else msgspec.structs.replace(given, name=f"line-{number}")
 
 
 def _require_different(found: Sequence[Prompt], lines: Sequence[int], path: Path) -> None:

@@ -31,7 +31,7 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
     with run([request]) as (runs,):
         compared = judged(runs, third)
     files, text = page.files(compared, commands=[command]), page.console(compared, out)
-    value = page.to_json(compared) | {"took": compared.took}
+    value = page.to_json(compared) | {"took": compared.runs.took}
     return Report(files, text, pretty(value), compared.exit_code)
 
 

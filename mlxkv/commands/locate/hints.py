@@ -50,9 +50,7 @@ def explain(layer: Layer, tap: str, first: int, heads: Sequence[int]) -> str:
         return _cache(layer, tap, first, heads[0])
     if tap == "scores":
         return _scores(layer, heads)
-    if tap == "attention":
-        return _attention(layer, heads)
-    return _PLAIN[tap]
+    return _attention(layer, heads) if tap == "attention" else _PLAIN[tap]
 
 
 def _norm(layer: Layer, tap: str) -> str:
@@ -73,7 +71,6 @@ def _norm(layer: Layer, tap: str) -> str:
 
 
 def _spread(ratio: Floats, axis: int) -> float:
-    """The largest range along an axis."""
     missing = np.isnan(ratio)
     highest = np.where(missing, -np.inf, ratio).max(axis)
     return float(np.max(highest - np.where(missing, np.inf, ratio).min(axis)))
@@ -161,23 +158,16 @@ def _scores(layer: Layer, heads: Sequence[int]) -> str:
     if ratio.size and np.ptp(ratio) <= _ALIKE * abs(ratio.mean() - 1):
         times = f"every score is {ratio.mean():.6g} times the truth's"
         return f"the attention's scale: {times} (1 / sqrt(head_dim) is right)"
+    other = "which key head a query head reads (GQA), a key row of the cache, or the scale"
     read = _read(layer, heads, "scores")
-    if read:
-        return f"GQA's head order: {read}"
-    return (
-        "scores of right queries and keys: which key head a query head reads (GQA), a key row of "
-        "the cache, or the scale"
-    )
+    return f"GQA's head order: {read}" if read else f"scores of right queries and keys: {other}"
 
 
 def _attention(layer: Layer, heads: Sequence[int]) -> str:
+    among = "GQA's head order among the values"
     read = _read(layer, heads, "attention")
-    if read:
-        return f"GQA's head order among the values: {read}"
-    return (
-        "attention with right scores: softmax, GQA's head order among the values, or a value row "
-        "of the cache"
-    )
+    other = f"softmax, {among}, or a value row of the cache"
+    return f"{among}: {read}" if read else f"attention with right scores: {other}"
 
 
 def _read(layer: Layer, heads: Sequence[int], tap: Literal["scores", "attention"]) -> str | None:
@@ -185,10 +175,10 @@ def _read(layer: Layer, heads: Sequence[int], tap: Literal["scores", "attention"
 
     By the last position's row. For scores the keys may be another head's, for attention the values.
     """
-    pairs = [layer.pair(name) for name in (tap, "q_rope", "k_rope", "v")]
-    if any(pair is None for pair in pairs):
+    pairs = [pair for name in (tap, "q_rope", "k_rope", "v") if (pair := layer.pair(name))]
+    if len(pairs) < 4:
         return None
-    (mine, its), (_, queries), (_, keys), (_, values) = (pair for pair in pairs if pair is not None)
+    (mine, its), (_, queries), (_, keys), (_, values) = pairs
     found = []
     for head in heads:
         right = head * len(keys) // len(queries)

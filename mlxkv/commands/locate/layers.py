@@ -93,7 +93,6 @@ class Layer:
 
 
 def count(truth: Trace) -> int:
-    """How many layers the truth has recorded."""
     return len({name.split("/")[1] for name in truth.arrays if name.startswith("tap/")})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxkv.commands.locate.place import TAP, Located, TapRow
-from mlxkv.report.phrases import model
 from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
 from oracle.formats.run_folder import Manifest
 
@@ -25,7 +24,6 @@ WORDS = {
 
 
 def sentence(found: Located) -> str:
-    """What was found, in one line."""
     if found.outcome == "cannot tell":
         return f"cannot tell: {found.reasons[0]}"
     if found.outcome == "nothing":
@@ -44,7 +42,6 @@ def sentence(found: Located) -> str:
 
 
 def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str, str]]:
-    """What was located, name by name."""
     if found.outcome != "located":
         return []
     position = "-"
@@ -67,8 +64,7 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
 def console(
     found: Located, manifest: Manifest, *, engine: str, layers: int, report: str | None = None
 ) -> str:
-    """What `locate` prints."""
-    lines = [f"{model(manifest)}  {manifest.dtype}  {engine}", ""]
+    lines = [f"{manifest.title}  {manifest.dtype}  {engine}", ""]
     place = facts(found, manifest, layers=layers)
     lines += [*(f"{name:10}{text}" for name, text in place), ""] if place else []
     lines += [*columns(HEAD, _cells(found.rows), left={1, 5}), ""] if found.rows else []
@@ -87,8 +83,7 @@ def markdown(
     commands: Sequence[str] = (),
     svg: str | None = None,
 ) -> str:
-    """The report."""
-    title = f"# Where {engine} goes wrong: {model(manifest)}, {manifest.dtype}"
+    title = f"# Where {engine} goes wrong: {manifest.title}, {manifest.dtype}"
     place = [
         (name, code(text) if text != "-" else text)
         for name, text in facts(found, manifest, layers=layers)

@@ -23,7 +23,6 @@ from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import FirstWrong, Strip, Verdict, plain
-from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
 FORMAT = "mlxkv-locate/1"
@@ -186,28 +185,22 @@ def _row(layer: int, tap: str, errors: Floats, passed: Floats) -> TapRow:
 
 def _worst(rows: Sequence[TapRow]) -> tuple[TapRow, ...]:
     """Of each tap the layer that is furthest off."""
-    by_tap: dict[str, list[TapRow]] = {}
-    for row in rows:
-        by_tap.setdefault(row.tap, []).append(row)
-    furthest = [
-        max(some, key=lambda r: math.inf if r.wrong else r.isolated) for some in by_tap.values()
-    ]
-    return tuple(furthest)
+
+    def off(row: TapRow) -> float:
+        return math.inf if row.wrong else row.isolated
+
+    taps = dict.fromkeys(row.tap for row in rows)
+    return tuple(max((row for row in rows if row.tap == tap), key=off) for tap in taps)
 
 
 def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
     """Plan, position and what kind of fault starts there."""
-    first, plan = verdict.first_wrong, failing_plan(verdict)
+    first = verdict.first_wrong
+    base = replace(base, outcome="located", plan=failing_plan(verdict))
     if first is None:
-        return replace(base, outcome="located", plan=plan)
-    return replace(
-        base,
-        outcome="located",
-        plan=plan or first.plan,
-        position=first.position,
-        token=first.token,
-        kind=kind(case, first),
-    )
+        return base
+    at = replace(base, position=first.position, token=first.token, kind=kind(case, first))
+    return replace(at, plan=base.plan or first.plan)
 
 
 def kind(case: Case, first: FirstWrong) -> str:
@@ -218,18 +211,16 @@ def kind(case: Case, first: FirstWrong) -> str:
         return "RoPE or the mask"
     if first.plan not in ("step", "chunked"):
         return "what starts at this position: a mask, a table's end, a token"
-    if first.plan == "chunked":
-        plan = case.references["chunked"].meta.plan
-        if first.position in chunk_starts(plan):
-            return "the start of a chunk: index_pos or the mask's offset"
+    if first.plan == "chunked" and first.position in chunk_starts(case.references["chunked"]):
+        return "the start of a chunk: index_pos or the mask's offset"
     if first.position == case.manifest.prompt_tokens:
         return "the first call after the prompt: index_pos, or a row of the cache"
     return "a stale or lost cache row"
 
 
-def chunk_starts(plan: Plan) -> set[int]:
+def chunk_starts(run: Trace) -> set[int]:
     """Where calls of several tokens begin behind the first call."""
-    return {call.held for call in plan.calls() if call.held and call.fed > 1}
+    return {call.held for call in run.meta.plan.calls() if call.held and call.fed > 1}
 
 
 def _in_tap(base: Located, case: Case, rows: Sequence[TapRow], isolated: Trace) -> Located:
@@ -279,10 +270,8 @@ def _in_arithmetic(
     strip = Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
     found = layer_of(ratios)
     if found is None:
-        words += [
-            "the cache is within the noise in every layer: behind the last layer's keys and "
-            "values, or the head"
-        ]
+        behind = "behind the last layer's keys and values, or the head"
+        words += [f"the cache is within the noise in every layer: {behind}"]
         return replace(base, strip=strip, hint="; ".join(words))
     layer, tap, head, row = found
     if row is not None:

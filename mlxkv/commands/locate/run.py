@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from mlxkv.engines import job, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.admission import by_plan, case_reasons
 from mlxkv.judge.case import Case
+from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
 from mlxkv.report.phrases import cause
@@ -26,6 +27,7 @@ from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
+from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import TAPS, Trace
 from oracle.model.checkpoint import Checkpoint, resolve
 
@@ -60,9 +62,8 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
         return None, case
     verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
     plan = place.failing_plan(verdict)
-    explained = suspects.explain(verdict, arithmetic)
-    notes = explained.notes[len(verdict.notes) :]
-    look = partial(place.locate, arithmetic=arithmetic, cause=cause(explained))
+    why, notes = _explained(suspects, verdict, arithmetic)
+    look = partial(place.locate, arithmetic=arithmetic, cause=why)
     if verdict.outcome == "cannot tell" or (verdict.outcome == "differ" and plan is None):
         return look(case, verdict, notes=notes), case
     if plan is not None:
@@ -78,9 +79,16 @@ def _from_outside(case: Case, traces: Sequence[Trace], suspects: Suspects) -> Lo
     """What the logits and the cache show of an engine that nobody can look into."""
     named = by_plan(case.manifest, traces)
     verdict = judge(case, named)
-    explained = suspects.explain(verdict, named)
-    notes = explained.notes[len(verdict.notes) :]
-    return place.locate(case, verdict, arithmetic=named, cause=cause(explained), notes=notes)
+    why, notes = _explained(suspects, verdict, named)
+    return place.locate(case, verdict, arithmetic=named, cause=why, notes=notes)
+
+
+def _explained(
+    suspects: Suspects, verdict: Verdict, runs: Mapping[str, Trace]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The usual mistake that explains a verdict, in words; and the notes on looking for it."""
+    explained = suspects.explain(verdict, runs)
+    return cause(explained), explained.notes[len(verdict.notes) :]
 
 
 def with_taps(case: Case) -> tuple[Case, tuple[str, ...]]:
@@ -136,7 +144,6 @@ def _question(case: Case, taps: tuple[str, ...]) -> oracle.Question:
 
 
 def _chunks(case: Case) -> tuple[int, ...] | None:
-    """The sizes in which the chunked plan sends the prompt."""
     if "chunked" not in case.references:
         return None
     sizes = [call.fed for call in case.references["chunked"].meta.plan.calls()]
@@ -151,7 +158,7 @@ def _tapped(case: Case, checkpoint: Checkpoint, plan: str, room: Path) -> tuple[
     taps += tuple(tap for tap in ("v", "k_rope") if tap not in taps)
     size = 2 * sum(array.nbytes for array in case.truth.arrays.values()) / 1e6
     say(f"port: taps of plan {plan} in float64, about {size:.0f} MB on disk while it is judged")
-    followed = oracle.judged(case.manifest, case.truth.path.parent)[plan]
+    followed = read_plans(case.truth.path.parent, case.manifest)[plan]
     asked = job.Job(
         folder=str(checkpoint.folder),
         plans=(followed,),

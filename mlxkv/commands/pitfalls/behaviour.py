@@ -77,7 +77,6 @@ class Seen:
 
     @property
     def documented(self) -> bool:
-        """Whether it behaved as is known of it."""
         return self.behaviour == self.expected
 
     @property
@@ -88,7 +87,6 @@ class Seen:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Every error's text."""
         return tuple(p.error for p in self.parts if p.error)
 
 
@@ -113,7 +111,6 @@ class Matrix:
 
     @property
     def surprises(self) -> list[tuple[str, str]]:
-        """Where a system did not behave as documented."""
         return [key for key, seen in self.seen.items() if not seen.documented]
 
     @property

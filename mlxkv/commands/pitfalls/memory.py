@@ -1,26 +1,23 @@
 """What branches of one prefix cost in memory, counted by MLX in a process of its own.
 
-python -m mlxkv.commands.pitfalls.memory MODEL OUT.json [--context 2048] [--branches 8]
-    [--steps 16] [--dtype float32] [--device auto] [--ignore-key NAME ...]
+python -m mlxkv.commands.pitfalls.memory JOB.json CONTEXT BRANCHES STEPS
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxkv.engines import job
 from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
-from oracle.formats.exits import code_of, end_with_parent
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Cache
@@ -55,7 +52,6 @@ class Figures:
 
 
 def tokens(n: int, vocab: int, *, start: int = 3) -> list[int]:
-    """Made-up ids."""
     return [(start + 7919 * i) % vocab for i in range(n)]
 
 
@@ -83,7 +79,6 @@ def decode(model: Llama, caches: Sequence[Cache], steps: int) -> list[npt.NDArra
 
 
 def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures:
-    """The figures of one prefix and its branches."""
     import mlx.core as mx
 
     limit = model.config.max_position_embeddings
@@ -133,31 +128,17 @@ def _buffers(cache: Cache) -> int:
     return sum(b.nbytes for layer in cache.layers for b in layer.buffers or ())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes the file, `mlxkv-branches/1`."""
-    parser = argparse.ArgumentParser(prog="python -m mlxkv.commands.pitfalls.memory")
-    parser.add_argument("model", help="a folder, a GGUF file, a Hub id, or default")
-    parser.add_argument("out", type=Path, help="the JSON file to write")
-    for name, default in (("context", 2048), ("branches", 8), ("steps", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="auto", choices=("auto", "gpu", "cpu"))
-    parser.add_argument("--ignore-key", action="append", default=[])
-    given = parser.parse_args(arguments)
-    from mlxkv.engines import machine
-
-    environment = machine.prepare("cpu" if given.dtype == "float64" else given.device)
+def follow(asked: job.Job, context: int, branches: int, steps: int) -> None:
+    """Measures on the job's model and writes `branches.json` into its folder."""
+    environment, checkpoint = asked.prepare(asked.device)
     from mlxkv.port.weights import from_checkpoint
-    from oracle.model.checkpoint import resolve
 
-    checkpoint = resolve(given.model, ignore_keys=given.ignore_key)
-    model = from_checkpoint(checkpoint, given.dtype)
-    figures = measure(model, context=given.context, branches=given.branches, steps=given.steps)
-    value: dict[str, Any] = {"format": FORMAT, "model": checkpoint.name, "dtype": given.dtype}
+    model = from_checkpoint(checkpoint, asked.dtype)
+    figures = measure(model, context=context, branches=branches, steps=steps)
+    value: dict[str, Any] = {"format": FORMAT, "model": checkpoint.name, "dtype": asked.dtype}
     value |= {"environment": environment} | asdict(figures)
-    write_text(given.out, json.dumps(value, indent=1) + "\n")
+    write_text(asked.out / "branches.json", json.dumps(value, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    sys.exit(code_of(main))
+    job.serve(lambda asked: follow(asked, *map(int, sys.argv[2:])))

@@ -23,7 +23,6 @@ BRANCHES = (
 
 
 def console(matrix: Matrix, *, report: str) -> str:
-    """What `pitfalls` prints."""
     others = [(name, cache, _cell(one)) for name, cache, one in _others(matrix)]
     lines = [f"{letter}  {words}" for letter, words in SYSTEMS.items()]
     lines += ["", *columns(HEAD, _rows(matrix), left=set(range(len(HEAD)))), ""]
@@ -50,7 +49,6 @@ def surprises(matrix: Matrix) -> list[str]:
 
 
 def markdown(matrix: Matrix, *, commands: Sequence[str]) -> str:
-    """The Markdown report."""
     table = [[f"[{name}](#{name})", *rest] for name, *rest in _rows(matrix, bold=True)]
     others = [(name, cache, _cell(one, bold=True)) for name, cache, one in _others(matrix)]
     inputs = [("model", code(matrix.source)), ("weights", code(matrix.fingerprint))]
@@ -89,7 +87,6 @@ def _talks(matrix: Matrix) -> list[str]:
 
 
 def _tokens(ids: Sequence[int], matrix: Matrix) -> tuple[str, str]:
-    """The ids, and the same as text."""
     return code(" ".join(map(str, ids))), code(quoted(matrix.text(ids)))
 
 

@@ -11,17 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.pitfalls import behaviour, page
+from mlxkv.commands.pitfalls import behaviour, page, scenarios
 from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen
-from mlxkv.commands.pitfalls.scenarios import (
-    NO,
-    OTHER_CACHES,
-    SYSTEMS,
-    Scenario,
-    Setting,
-    scenarios,
-    talks,
-)
+from mlxkv.commands.pitfalls.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting
 from mlxkv.engines import job, machine, oracle, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.case import read_case
@@ -31,23 +23,21 @@ from oracle.formats import disk, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.model import tokenizer
-from oracle.model.checkpoint import Checkpoint, require_llama, resolve
+from oracle.model.checkpoint import Checkpoint, Named
 from oracle.model.default import is_original
 
 PROMPTS = ("The capital of France is", "The capital of Germany is")
-CONTEXT = 2048
-"""Tokens whose branches are measured in memory, where the model has twice as many positions."""
+CONTEXT, BRANCHES, BRANCH_STEPS = 2048, 8, 16
+"""Tokens whose branches are measured in memory, where the model has twice as many positions; how
+many branches, and the tokens that each of them decodes."""
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Named):
     """Two prompts that begin alike, as text or as ids, and how many greedy tokens follow each."""
 
-    model: str | None = None
-    revision: str | None = None
-    ignore_keys: tuple[str, ...] = ()
     prompt: str | None = None
     other_prompt: str | None = None
     tokens: Ids | None = None
@@ -64,9 +54,8 @@ class Request:
     @property
     def ids(self) -> tuple[Ids, Ids] | None:
         """Both prompts as ids, if they were given so."""
-        if self.tokens is None or self.other_tokens is None:
-            return None
-        return self.tokens, self.other_tokens
+        given = self.tokens, self.other_tokens
+        return None if given[0] is None or given[1] is None else (given[0], given[1])
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -75,7 +64,6 @@ class Request:
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
-    """Runs the scenarios on every system."""
     matrix = run(request)
     files = matrix_files(matrix, commands=[command])
     text = page.console(matrix, report=str(out / "pitfalls.md"))
@@ -83,7 +71,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of the scenarios, by file name."""
     text = page.markdown(matrix, commands=commands)
     return {"pitfalls.json": pretty(matrix.to_json()), "pitfalls.md": text}
 
@@ -91,15 +78,16 @@ def matrix_files(matrix: Matrix, *, commands: Sequence[str]) -> dict[str, str]:
 def run(request: Request) -> Matrix:
     """Asks the oracle how the talks should go, runs all systems, and looks at what came."""
     machine.require_device(request.device)
-    checkpoint = resolve(request.model, revision=request.revision, ignore_keys=request.ignore_keys)
-    require_llama(checkpoint)
+    checkpoint = request.checkpoint()
     first, second = _prompts(request, checkpoint)
     setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
     draft = setting(right=(0,) * request.steps)
     # Refused before the oracle works; what the model answers changes nothing of it.
     draft.check()
-    rights = {name: _right(request, checkpoint, name, ids) for name, ids in talks(draft).items()}
-    made = scenarios(setting(right=rights["first"].tokens))
+    rights = {
+        name: _right(request, checkpoint, name, ids) for name, ids in scenarios.talks(draft).items()
+    }
+    made = scenarios.scenarios(setting(right=rights["first"].tokens))
     with process.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
         words = tokenizer.load(checkpoint.folder)
@@ -199,20 +187,10 @@ def _plans(made: Sequence[Scenario], engine: str) -> dict[tuple[str, str], Plan]
 def _jobs(
     request: Request, checkpoint: Checkpoint, made: Sequence[Scenario], room: Path
 ) -> dict[str, tuple[str, job.Job]]:
-    """The module and the job of each system that runs on MLX."""
-
     def asked(engine: str, **more: Any) -> job.Job:
         (room / engine).mkdir()
-        return job.Job(
-            folder=str(checkpoint.folder),
-            plans=tuple(_plans(made, engine).values()),
-            out=room / engine,
-            dtype="float32",
-            weights_dtype="float32",
-            device=request.device,
-            ignore_keys=checkpoint.without,
-            **more,
-        )
+        plans = tuple(_plans(made, engine).values())
+        return _job(request, checkpoint, plans, room / engine, **more)
 
     dtypes = {s.name: s.cache_dtype for s in made if s.cache_dtype}
     # A RotatingKVCache is made for a length.
@@ -227,6 +205,21 @@ def _jobs(
         "G": (process.PORT, asked("G", caches=dtypes, masks=True)),
         "L": (process.MLX_LM, asked("L", caches=others)),
     }
+
+
+def _job(
+    request: Request, checkpoint: Checkpoint, plans: tuple[Plan, ...], out: Path, **more: Any
+) -> job.Job:
+    return job.Job(
+        folder=str(checkpoint.folder),
+        plans=plans,
+        out=out,
+        dtype="float32",
+        weights_dtype="float32",
+        device=request.device,
+        ignore_keys=checkpoint.without,
+        **more,
+    )
 
 
 def _transformers(checkpoint: Checkpoint, plans: Iterable[Plan], out: Path) -> process.Process:
@@ -249,24 +242,23 @@ def _seen(
     rights: Mapping[str, Right],
 ) -> dict[tuple[str, str], Seen]:
     seen = {}
-    for scenario in made:
-        for system, expected in scenario.expected.items():
-            key, plan = (scenario.name, system), scenario.plans[system]
+    for one in made:
+        for system, expected in one.expected.items():
+            key, plan = (one.name, system), one.plans[system]
             if isinstance(plan, str):
                 seen[key] = Seen(NO, expected, reason=plan)
             else:
-                seen[key] = behaviour.watch(scenario, expected, traces[key], rights)
+                seen[key] = behaviour.watch(one, expected, traces[key], rights)
     return seen
 
 
 def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str, Any]:
     """What branches of one prefix cost in memory, at CONTEXT tokens or at half the model's."""
-    context, out = min(CONTEXT, checkpoint.max_positions // 2), room / "branches.json"
+    context = min(CONTEXT, checkpoint.max_positions // 2)
     say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
-    arguments = [str(checkpoint.folder), str(out)]
-    arguments += ["--context", str(context), "--device", request.device]
-    arguments += [f"--ignore-key={key}" for key in checkpoint.without]
-    process.start(["mlxkv.commands.pitfalls.memory", *arguments])
-    found = dict(json.loads(out.read_text(encoding="utf-8")))
+    asked = _job(request, checkpoint, (), room)
+    figures = map(str, (context, BRANCHES, BRANCH_STEPS))
+    process.start(["mlxkv.commands.pitfalls.memory", str(asked.save()), *figures])
+    found = dict(json.loads((room / "branches.json").read_text(encoding="utf-8")))
     # What MLX needs in passing varies by some bytes from run to run.
     return found | {"peak": -(-found["peak"] // 2**20) * 2**20}

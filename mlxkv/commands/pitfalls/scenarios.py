@@ -42,59 +42,44 @@ REFUSED: Behaviour = "refused"
 NO: Behaviour = "cannot be expressed"
 
 
-@dataclass(frozen=True, slots=True)
-class Documented:
-    """What is known of one scenario: on T, C, G and L in turn and, where given, on OTHER_CACHES.
-
-    `what` may name values of the setting.
-    """
-
-    name: str
-    what: str
-    behaviours: tuple[Behaviour, ...]
-
-
-TABLE = (
-    Documented("greedy", "the prompt once, then token by token", (RIGHT,) * 6),
-    Documented("pos0", "index_pos stays 0 while decoding", (NO, WRONG, REFUSED, NO)),
-    Documented("cached", "teacher-forced: the prompt, then single tokens", (RIGHT,) * 4),
-    Documented("chunked", "the prompt in {cut} + {rest} tokens, then single ones", (RIGHT,) * 4),
-    Documented("mask", "what {rest} new tokens may see after {cut} cached ones", (RIGHT,) * 4),
-    Documented(
-        "reuse",
+_EACH_RIGHT = (RIGHT,) * 4
+TABLE: dict[str, tuple[str, tuple[Behaviour, ...]]] = {
+    "greedy": ("the prompt once, then token by token", (RIGHT,) * 6),
+    "pos0": ("index_pos stays 0 while decoding", (NO, WRONG, REFUSED, NO)),
+    "cached": ("teacher-forced: the prompt, then single tokens", _EACH_RIGHT),
+    "chunked": ("the prompt in {cut} + {rest} tokens, then single ones", _EACH_RIGHT),
+    "mask": ("what {rest} new tokens may see after {cut} cached ones", _EACH_RIGHT),
+    "reuse": (
         "a second prompt on the used cache, from index_pos 0",
         (WRONG, REFUSED, REFUSED, WRONG, WRONG, WRONG),
     ),
-    Documented(
-        "reuse1",
+    "reuse1": (
         "a prompt of one token on the used cache, from index_pos 0",
         (WRONG, WRONG, REFUSED, WRONG),
     ),
-    Documented(
-        "far",
+    "far": (
         "one token at position {limit}, the first beyond the model's",
         (RIGHT, REFUSED, REFUSED, NO),
     ),
-    Documented("branch", "one prefix, cloned, two ends", (RIGHT,) * 6),
-    Documented(
-        "crop",
+    "branch": ("one prefix, cloned, two ends", (RIGHT,) * 6),
+    "crop": (
         "a used cache cut back to the common prefix, the second prompt's end after it",
         (RIGHT, NO, RIGHT, RIGHT, WRONG, RIGHT),
     ),
-    Documented("dtype", "a cache of another dtype than the weights'", (NO, REFUSED, REFUSED, NO)),
-    Documented("nocache", "use_kv_cache = false: the growing prefix at every step", (RIGHT,) * 4),
-    Documented("by_calls", "index_pos counts calls instead of tokens", (NO, WRONG, REFUSED, NO)),
-    Documented(
-        "quantized",
+    "dtype": ("a cache of another dtype than the weights'", (NO, REFUSED, REFUSED, NO)),
+    "nocache": ("use_kv_cache = false: the growing prefix at every step", _EACH_RIGHT),
+    "by_calls": ("index_pos counts calls instead of tokens", (NO, WRONG, REFUSED, NO)),
+    "quantized": (
         "as reuse, where index_pos 0 drops the old cache (candle's quantized_llama)",
         (NO, RIGHT, NO, NO),
     ),
-    Documented(
-        "nocache1",
+    "nocache1": (
         "use_kv_cache = false, fed one token at a time: the context is lost",
         (WRONG, WRONG, REFUSED, WRONG),
     ),
-)
+}
+"""By scenario what it is, with names of the setting's values, and what is known to come of it: on
+T, C, G and L in turn and, where given, on OTHER_CACHES."""
 PAGE: dict[str, dict[str, str]] = {
     "greedy": {
         "T": "30 layers, keys (1, 3, 24, 64), length 24: ` Paris. Paris is the largest city in "
@@ -188,6 +173,11 @@ class Setting:
         """The first prompt and its greedy tokens but the last: what is teacher-forced."""
         return (*self.first, *self.right[: self.steps - 1])
 
+    @property
+    def halves(self) -> Plan:
+        """The first prompt alone in two calls, as the chunked plan sends it."""
+        return judged_plans(list(self.first), prompt=len(self.first))["chunked"]
+
     def check(self) -> None:
         """Refuses prompts with which some scenario would say nothing."""
         shortest = min(len(self.first), len(self.second))
@@ -213,27 +203,27 @@ def scenarios(setting: Setting) -> list[Scenario]:
     """All of them, in the page's order; a Refusal where the prompts would show nothing."""
     setting.check()
     ways = _one_prompt(setting) | _second_prompt(setting) | _no_cache(setting)
-    cut, rest = _chunks(setting)
+    cut, rest = (call.fed for call in setting.halves.calls())
     made = []
-    for one in TABLE:
-        steps, aims = ways[one.name]
-        others = OTHER_CACHES[: len(one.behaviours) - len(SYSTEMS)]
-        names = [one.name] * len(SYSTEMS) + [f"{one.name}-{cache}" for cache in others]
+    for name, (what, behaviours) in TABLE.items():
+        steps, aims = ways[name]
+        others = OTHER_CACHES[: len(behaviours) - len(SYSTEMS)]
+        names = [name] * len(SYSTEMS) + [f"{name}-{cache}" for cache in others]
         named = zip((*SYSTEMS, *others), names, (*steps, *steps[3:] * len(others)), strict=True)
         plans = {
-            system: way if isinstance(way, str) else Plan(name, way, "last")
-            for system, name, way in named
+            system: way if isinstance(way, str) else Plan(plan, way, "last")
+            for system, plan, way in named
         }
         made.append(
             Scenario(
-                name=one.name,
-                what=one.what.format(cut=cut, rest=rest, limit=setting.limit),
+                name=name,
+                what=what.format(cut=cut, rest=rest, limit=setting.limit),
                 plans=plans,
                 aims=aims,
-                expected=dict(zip(plans, one.behaviours, strict=True)),
-                page=PAGE.get(one.name, {}),
-                cache_dtype="float16" if one.name == "dtype" else None,
-                shows_mask=one.name == "mask",
+                expected=dict(zip(plans, behaviours, strict=True)),
+                page=PAGE.get(name, {}),
+                cache_dtype="float16" if name == "dtype" else None,
+                shows_mask=name == "mask",
             )
         )
     return made
@@ -253,7 +243,6 @@ def _one_prompt(s: Setting) -> Ways:
     greedy = (new, Greedy("a", s.first, 0, s.steps))
     judged = judged_plans(list(s.sequence), prompt=len(s.first))
     step, chunked = judged["step"], judged["chunked"]
-    mask = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
     zero = (new, Greedy("a", s.first, 0, s.steps, "zero"))
     by_calls = (new, Greedy("a", s.first, 0, s.steps, "by_calls"))
     beyond = (new, Call("a", s.first[:1], s.limit))
@@ -264,7 +253,7 @@ def _one_prompt(s: Setting) -> Ways:
         "greedy": ((greedy,) * 4, prompt),
         "cached": ((step.steps,) * 4, _along(step)),
         "chunked": ((chunked.steps,) * 4, _along(chunked)),
-        "mask": ((mask.steps,) * 4, _along(mask)),
+        "mask": ((s.halves.steps,) * 4, _along(s.halves)),
         "pos0": ((_T, zero, zero, _L), prompt),
         "by_calls": ((_T, by_calls, by_calls, _L), prompt),
         "far": ((beyond, far, far, _L), (Aim(1, "one"), Aim(2, "one"))),
@@ -314,10 +303,3 @@ def _no_cache(s: Setting) -> Ways:
 def _along(plan: Plan) -> tuple[Aim, ...]:
     """Every call was meant to continue the first talk."""
     return tuple(Aim(call.index, "first", call.start) for call in plan.calls())
-
-
-def _chunks(s: Setting) -> tuple[int, int]:
-    """The sizes of the two calls that the chunked plan sends the prompt in."""
-    plan = judged_plans(list(s.first), prompt=len(s.first))["chunked"]
-    first, second = (call.fed for call in plan.calls())
-    return first, second

@@ -17,7 +17,6 @@ from mlxkv.judge.limits import current_limits
 from mlxkv.judge.result import plain
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
-from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, resolve
 
 FORMAT = "mlxkv-calibrate/1"
@@ -68,7 +67,6 @@ class Calibration:
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
-    """Measures what correct runs read."""
     done = run(request)
     files = calibration_files(done, commands=[command])
     where = str(out / "calibration.md")
@@ -77,7 +75,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def calibration_files(done: Calibration, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of a calibration, by file name."""
     value = done.to_json()
     text = calibration_page.markdown(done.ranges, done.accused, value, commands=commands)
     return {"calibration.json": pretty(value), "calibration.md": text}
@@ -94,24 +91,22 @@ def run(request: Request) -> Calibration:
     found: list[Range] = []
     accused: list[str] = []
     models: dict[str, list[str]] = {}
-    environments: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    port: dict[str, Any] = {}
+    host: dict[str, Any] = {}
     with process.scratch() as room:
         for name, prompts in _models(request, room):
             readings: list[tuple[str, list[Reading]]] = []
             for checkpoint, seeds in prompts:
-                value, its = _measured(name, checkpoint, seeds, room / "run", request.dtype)
-                environments.append((value["environment"], its))
+                value, host = _measured(name, checkpoint, seeds, room / "run", request.dtype)
+                port = value["environment"]
                 for seed, one in zip(seeds, value["readings"], strict=True):
                     readings.append((f"seed {seed}", [Reading(**r) for r in one["readings"]]))
                     if one["outcome"] != "agree":
                         accused.append(f"{name}, seed {seed}: {_why(one)}")
             found += ranges(name, readings)
             models[name] = [checkpoint.fingerprint for checkpoint, _ in prompts]
-    if not environments:
-        raise Refusal("calibrate: no model to run on, expected the default or the random ones")
-    return Calibration(
-        request.dtype, request.seeds, tuple(found), tuple(accused), models, *environments[0]
-    )
+    found_on = tuple(found), tuple(accused), models
+    return Calibration(request.dtype, request.seeds, *found_on, port, host)
 
 
 def _models(request: Request, room: Path) -> Iterator[tuple[str, _Prompts]]:

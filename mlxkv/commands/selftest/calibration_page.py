@@ -29,7 +29,6 @@ WORDS = (
 
 
 def console(ranges: Sequence[Range], accused: Sequence[str], *, dtype: str, report: str) -> str:
-    """What `calibrate` prints."""
     lines = []
     for whose, (title, _) in SECTIONS.items():
         rows = [_cells(one) for one in _joined(ranges, whose)]
@@ -39,7 +38,6 @@ def console(ranges: Sequence[Range], accused: Sequence[str], *, dtype: str, repo
 
 
 def sentence(ranges: Sequence[Range], accused: Sequence[str]) -> str:
-    """The result in one line."""
     names = list(dict.fromkeys(r.model for r in ranges))
     models = f"{len(names)} models" if len(names) > 1 else names[0]
     if failures(ranges, accused):
@@ -98,7 +96,6 @@ def _section(ranges: Sequence[Range], whose: str) -> list[str]:
 
 
 def _by_model(ranges: Sequence[Range], whose: str) -> list[str]:
-    """The largest reading of each gate on each model."""
     largest = {(r.gate, r.model): _number(r.largest) for r in ranges if r.whose == whose}
     if not largest:
         return []

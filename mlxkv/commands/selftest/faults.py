@@ -45,13 +45,7 @@ class Place:
 
     @property
     def middle(self) -> int:
-        """A layer about the middle."""
         return self.layers // 2
-
-    @property
-    def last(self) -> int:
-        """The last layer."""
-        return self.layers - 1
 
     @property
     def row(self) -> int:
@@ -123,7 +117,6 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def function(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """A function or method replaced, whatever the model."""
     return lambda _model, _place: patched(owner, name, make)
 
 
@@ -182,7 +175,6 @@ def _load(model: Llama, arrays: dict[str, mx.array]) -> None:
 
 
 def every_weight(change: Callable[[mx.array], mx.array]) -> Plant:
-    """Every parameter changed."""
     return weights(lambda held, _: {name: change(array) for name, array in held.items()})
 
 
@@ -364,7 +356,6 @@ def _tf32(real: Any) -> Any:
 
 @contextmanager
 def _dropped_residual(model: Llama, place: Place) -> Iterator[None]:
-    """The middle layer's MLP result without what went in."""
     block = model.layers[place.middle]
 
     def make(real: Any) -> Any:
@@ -384,7 +375,7 @@ def _dropped_residual(model: Llama, place: Place) -> Iterator[None]:
 
 START, SECOND, SIXTH = (lambda _: 0), (lambda _: 1), (lambda _: 5)
 CUT, DECODE, ROW = attrgetter("cut"), attrgetter("prompt"), attrgetter("row")
-FIRST, MIDDLE, LAST = (lambda _: 0), attrgetter("middle"), attrgetter("last")
+FIRST, MIDDLE, LAST = (lambda _: 0), attrgetter("middle"), (lambda place: place.layers - 1)
 
 LOGITS = Where(START, lambda _: None, ("logits",))
 WEIGHTS = Where(START, FIRST, ("embedding",))

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from oracle.formats.disk import atomic, write_text
-from oracle.model.checkpoint import Checkpoint, require_llama, resolve
+from oracle.formats.errors import Refusal
+from oracle.model.checkpoint import Named
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -39,21 +40,17 @@ COMMON: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(Named):
     """The models to run on: MODEL (None: the default one) if `real`, random ones if `tiny`."""
 
-    model: str | None = None
-    revision: str | None = None
-    ignore_keys: tuple[str, ...] = ()
     tiny: bool = True
     real: bool = True
     dtype: str = "float32"
 
-    def checkpoint(self) -> Checkpoint:
-        """MODEL, or the default model; a Refusal where it is no Llama."""
-        found = resolve(self.model, revision=self.revision, ignore_keys=self.ignore_keys)
-        require_llama(found)
-        return found
+    def __post_init__(self) -> None:
+        if not (self.real or self.tiny):
+            what = "no model to run on, expected the default or the random ones"
+            raise Refusal(what, where="--no-real and --no-tiny", remedy="leave one out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ WORDS = (
 
 
 def console(trials: Trials, *, dtype: str, report: str) -> str:
-    """What `selftest` prints."""
     lines = []
     for model, found in trials.items():
         lines += [model, *columns(HEAD, [_cells(t) for t in found], left=LEFT), ""]
@@ -30,7 +29,6 @@ def console(trials: Trials, *, dtype: str, report: str) -> str:
 
 
 def sentence(trials: Trials) -> str:
-    """The result in one line."""
     every = [t for found in trials.values() for t in found]
     right = [t for t in every if t.fault in RIGHTS]
     accused, faults = sum(not t.passed for t in right), len(every) - len(right)

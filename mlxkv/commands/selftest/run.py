@@ -84,7 +84,6 @@ def report(request: Request, *, out: Path, command: str) -> Report:
 
 
 def selftest_files(done: Selftest, *, commands: Sequence[str]) -> dict[str, str]:
-    """The report of a selftest, by file name."""
     value = done.to_json()
     text = page.markdown(done.trials, value, commands=commands)
     return {"selftest.json": pretty(value), "selftest.md": text}
@@ -108,25 +107,34 @@ def run(request: Request) -> Selftest:
     """Every model in turn, each in a process of its own."""
     machine.require_device("cpu")
     oracle.require_torch()
-    trials: dict[str, tuple[Trial, ...]] = {}
-    models: dict[str, dict[str, Any]] = {}
-    environments: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    _require_known(request.faults)
+    done = Selftest(request.dtype, {}, {}, {}, {})
     with process.scratch() as room:
         for name, checkpoint, ids, prompt in _models(request, room):
             say(f"selftest: {name}")
             answer = oracle.ask(question(checkpoint, ids, prompt, dtype=request.dtype, taps=TAPS))
             own = room / f"run-{name}"
             own.mkdir()
-            trials[name], environment = _trials(checkpoint, answer, own, request.faults)
-            environments.append((environment, answer.manifest.surroundings))
-            models[name] = {
+            done.trials[name], environment = _trials(checkpoint, answer, own, request.faults)
+            done.environment.update(environment)
+            done.oracle.update(answer.manifest.surroundings)
+            done.models[name] = {
                 "fingerprint": checkpoint.fingerprint,
                 "tokens": len(answer.manifest.tokens),
                 "prompt_tokens": len(ids),
             }
-    if not environments:
-        raise Refusal("selftest: no model to run on, expected the default or the random ones")
-    return Selftest(request.dtype, trials, models, *environments[-1])
+    return done
+
+
+def _require_known(names: Sequence[str]) -> None:
+    """Refuses the name of no fault, before anything runs."""
+    from mlxkv.commands.selftest.faults import FAULTS
+
+    known = [fault.name for fault in FAULTS]
+    for name in names:
+        if name not in (*known, *RIGHTS):
+            quoted = ", ".join(map(repr, known))
+            raise Refusal(f"no such fault, expected one of {quoted}", where=f"--fault {name!r}")
 
 
 def _models(

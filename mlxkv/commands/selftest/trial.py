@@ -5,11 +5,16 @@ A correct run must not be accused; a faulty one must be found, and in its place.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlxkv.commands.locate.place import Located
 from mlxkv.judge.result import GateName, Verdict
+
+if TYPE_CHECKING:
+    from mlxkv.commands.selftest.faults import Fault, Place
 
 RIGHT = "(correct)"
 BRANCH = "(correct, on a branch)"
@@ -41,18 +46,6 @@ class Trial:
     seen_in_lane_b: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Where a fault must be found: one of `positions`, in `layer`, at one of `taps`.
-
-    Without taps any place will do.
-    """
-
-    positions: tuple[int, ...]
-    layer: int | None
-    taps: tuple[str, ...]
-
-
 def correct_run(name: str, verdict: Verdict, found: Located) -> Trial:
     """Of a correct run: anything but "agree", and any place, is an accusation."""
     why = []
@@ -64,28 +57,29 @@ def correct_run(name: str, verdict: Verdict, found: Located) -> Trial:
     return _trial(name, verdict, found, why)
 
 
-def faulty_run(name: str, verdict: Verdict, found: Located, expected: Expected) -> Trial:
+def faulty_run(fault: Fault, place: Place, verdict: Verdict, found: Located) -> Trial:
     """Of a seeded fault: it must differ, from where it starts, and be located in its place."""
+    layer, taps, start = fault.where.layer(place), fault.where.taps, fault.where.first(place)
+    positions = (start, start + 1) if fault.sink else (start,)
     why = [] if verdict.outcome == "differ" else [f"{verdict.outcome}, expected differ"]
     first = _first(verdict)
-    if first not in expected.positions:
-        one_of = " or ".join(map(str, expected.positions))
-        why.append(f"first wrong position {first}, expected {one_of}")
-    if expected.taps and found.layer != expected.layer:
-        why.append(f"layer {found.layer}, expected {expected.layer}")
-    if expected.taps and found.tap not in expected.taps:
-        why.append(f"tap {found.tap}, expected {' or '.join(expected.taps)}")
-    return _trial(name, verdict, found, why)
+    if first not in positions:
+        why.append(f"first wrong position {first}, expected {' or '.join(map(str, positions))}")
+    if taps and found.layer != layer:
+        why.append(f"layer {found.layer}, expected {layer}")
+    if taps and found.tap not in taps:
+        why.append(f"tap {found.tap}, expected {' or '.join(taps)}")
+    return _trial(fault.name, verdict, found, why)
 
 
 def unseen(trials: Mapping[str, Sequence[Trial]]) -> dict[str, list[str]]:
     """The faults that lane B alone would let pass, each with the models on which it would."""
-    found: dict[str, list[str]] = {}
+    found = defaultdict(list)
     for model, some in trials.items():
         for trial in some:
             if trial.fault not in RIGHTS and not trial.seen_in_lane_b:
-                found.setdefault(trial.fault, []).append(model)
-    return found
+                found[trial.fault].append(model)
+    return dict(found)
 
 
 def _trial(name: str, verdict: Verdict, found: Located, why: list[str]) -> Trial:

@@ -28,8 +28,8 @@ from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.disk import write_text
-from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, New, Plan, Step
+from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import Meta, Trace
 from oracle.model.checkpoint import Checkpoint
 
@@ -53,7 +53,7 @@ def start(
     dtype = answer.manifest.dtype
     asked = job.Job(
         folder=str(checkpoint.folder),
-        plans=tuple(oracle.judged(answer.manifest, answer.folder).values()),
+        plans=tuple(read_plans(answer.folder, answer.manifest).values()),
         out=room,
         dtype=dtype,
         weights_dtype=dtype,
@@ -77,18 +77,11 @@ class Ports:
     meta: Meta
     probes: Mapping[str, float]
 
-    @property
-    def lanes(self) -> tuple[str, str]:
-        """The dtypes of lane B and lane A."""
-        return self.meta.dtype, "float64"
-
     def of(self, dtype: str) -> Meta:
-        """What the traces of a lane say."""
         probes = dict(self.probes) if dtype == "float64" else {}
         return replace(self.meta, dtype=dtype, probes=probes)
 
     def run(self, plan: Plan, dtype: str) -> Trace:
-        """One plan in one lane."""
         from mlxkv.engines import port
 
         return port.run(self.models[dtype], plan, meta=self.of(dtype))
@@ -106,12 +99,12 @@ class Experiment:
 
     def _judged(self, runs: Mapping[str, Any]) -> tuple[Verdict, Mapping[str, Trace]]:
         arithmetic, algebra = (
-            {plan: run(dtype) for plan, run in runs.items()} for dtype in self.ports.lanes
+            {plan: run(dtype) for plan, run in runs.items()}
+            for dtype in (self.ports.meta.dtype, "float64")
         )
         return judge(self.case, arithmetic, algebra=algebra), arithmetic
 
     def correct(self, name: str) -> Trial:
-        """What becomes of a correct run."""
         if name == RIGHT:
             verdict, arithmetic = self.judged()
         else:
@@ -142,10 +135,7 @@ class Experiment:
             isolated=isolated,
             arithmetic=arithmetic,
         )
-        first, layer = fault.where.first(place), fault.where.layer(place)
-        positions = (first, first + 1) if fault.sink else (first,)
-        expected = trial.Expected(positions, layer, fault.where.taps)
-        return trial.faulty_run(fault.name, verdict, found, expected)
+        return trial.faulty_run(fault, place, verdict, found)
 
     def _run(self, plan: str, dtype: str) -> Trace:
         return self.ports.run(self.plans[plan], dtype)
@@ -202,22 +192,14 @@ def load(asked: job.Job) -> Ports:
 
 
 def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """The trials of one model, as plain values."""
     from mlxkv.commands.selftest.faults import FAULTS, Place, applies
 
     case, dtype = read_case(folder), ports.meta.dtype
-    config, plans = ports.models[dtype].config, oracle.judged(case.manifest, folder)
+    config, plans = ports.models[dtype].config, read_plans(folder, case.manifest)
     cut = next(plans[TAPPED].calls()).fed
     place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
-    names = [fault.name for fault in FAULTS]
-    unknown = sorted({*chosen} - {*names, *RIGHTS})
-    if unknown:
-        raise Refusal(f"--fault {unknown[0]!r}: expected one of {', '.join(names)}")
-    faults = [
-        fault
-        for fault in FAULTS
-        if applies(fault, config, dtype) and (not chosen or fault.name in chosen)
-    ]
+    asked = [fault for fault in FAULTS if not chosen or fault.name in chosen]
+    faults = [fault for fault in asked if applies(fault, config, dtype)]
     rights = [name for name in RIGHTS if name in chosen] or [RIGHT, BRANCH]
     experiment = Experiment(case, plans, ports)
     runs = [partial(experiment.correct, name) for name in rights]
@@ -233,7 +215,7 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
 def read(ports: Ports, folder: Path) -> dict[str, Any]:
     """One correct run: its outcome with the reasons, and its readings, as plain values."""
     case = read_case(folder)
-    verdict, _ = Experiment(case, oracle.judged(case.manifest, folder), ports).judged()
+    verdict, _ = Experiment(case, read_plans(folder, case.manifest), ports).judged()
     found = [asdict(reading) for reading in readings.read(case, verdict)]
     return {"outcome": verdict.outcome, "reasons": verdict.reasons, "readings": found}
 
@@ -253,7 +235,6 @@ def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any
 
 
 def main() -> None:
-    """The process's entry."""
     result, mode, *arguments = sys.argv[2:]
     path = Path(result)
     job.serve(lambda asked: write_text(path, json.dumps(follow(asked, mode, arguments))))

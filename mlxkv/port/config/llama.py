@@ -7,7 +7,6 @@ absent and transformers' LlamaConfig would fill in a value silently, the same va
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlxkv.port.config.keys import HARMLESS, IGNORED, SIZES, USED, is_one_of
 from mlxkv.port.config.rope import Rope, read_rope
 from mlxkv.port.config.values import ConfigError, Values
-from oracle.formats.errors import one_line
+from oracle.model.safetensors import read_object
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
@@ -54,18 +53,7 @@ class LlamaConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> LlamaConfig:
-        """The config in a file, or a ConfigError."""
-        try:
-            value = json.loads(path.read_bytes())
-        except OSError as error:
-            what, remedy = (
-                f"cannot be read ({error.strerror})",
-                "a model folder holds a config.json",
-            )
-            raise ConfigError(what, where=path, remedy=remedy) from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"not JSON ({one_line(error, 300)})", where=path) from error
-        return cls.from_json(value, where=str(path))
+        return cls.from_json(read_object(path), where=str(path))
 
     @classmethod
     def from_json(

@@ -96,7 +96,8 @@ def read_rope(values: Values, *, max_positions: int, head_dim: int) -> Rope:
         unset = (value is None and key in _KNOWN) or (value is False and key == "truncate")
         if key not in KEYS[rope_type] and not unset:
             raise values.error(key, f"no such key for rope_type {rope_type}", value)
-    return _Scaled(values, scaling, max_positions, head_dim).read(theta, rope_type)
+    read = _scaled(values, scaling, rope_type, max_positions, head_dim // 2)
+    return _require_sense(values, Rope(theta, rope_type, **read))
 
 
 def _theta(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
@@ -136,59 +137,50 @@ def _merged(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> d
     return {key: value for part in read for key, value in part.items()}
 
 
-class _Scaled:
-    """The keys that one type of RoPE reads, each checked when it is read."""
+def _scaled(
+    values: Values, scaling: Mapping[str, Any], rope_type: str, max_positions: int, pairs: int
+) -> dict[str, Any]:
+    """The keys that one type of RoPE reads, each checked."""
 
-    def __init__(
-        self, values: Values, scaling: Mapping[str, Any], max_positions: int, head_dim: int
-    ) -> None:
-        self.values, self.scaling = values, scaling
-        self.max_positions, self.pairs = max_positions, head_dim // 2
-
-    def read(self, theta: float, rope_type: str) -> Rope:
-        """The Rope of that type."""
-        rope = Rope(
-            theta, rope_type, **{key: self._read(key, rope_type) for key in KEYS[rope_type]}
-        )
-        if rope_type == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
-            expected = f"a number below high_freq_factor {rope.high_freq_factor}"
-            raise self.values.error("low_freq_factor", expected, rope.low_freq_factor)
-        if rope_type == "yarn" and not rope.beta_fast >= rope.beta_slow:
-            expected = f"a number from beta_slow {rope.beta_slow}"
-            raise self.values.error("beta_fast", expected, rope.beta_fast)
-        if rope_type == "longrope" and rope.original_max_position_embeddings < 2:
-            expected = "a whole number from 2 (its logarithm divides)"
-            raise self.values.error(ORIGINAL, expected, rope.original_max_position_embeddings)
-        return rope
-
-    def _read(self, key: str, rope_type: str) -> Any:
-        value, number = self.scaling.get(key), self.values.number
+    def read(key: str) -> Any:
+        value, number = scaling.get(key), values.number
         match key:
             case "truncate":
-                given = value if key in self.scaling else self.values.filled(key, True)
-                return self.values.boolean(key, given)
+                given = value if key in scaling else values.filled(key, True)
+                return values.boolean(key, given)
             case "short_factor" | "long_factor":
-                return self._factors(key, value)
+                if not isinstance(value, list) or len(value) != pairs:
+                    got = f"{len(value)} of them" if isinstance(value, list) else repr(value)
+                    raise values.refusal(key, f"a list of {pairs} numbers, head_dim / 2", got)
+                return tuple(number(key, one, above=1e-6) for one in value)
             case "original_max_position_embeddings":
-                if key not in self.scaling and rope_type != "llama3":
-                    value = self.values.filled(key, self.max_positions)
-                return self.values.whole(key, value, most=2**24)
+                if key not in scaling and rope_type != "llama3":
+                    value = values.filled(key, max_positions)
+                return values.whole(key, value, most=2**24)
             case "factor":
                 if value is None and rope_type == "longrope":
-                    original = self.scaling.get(ORIGINAL, self.max_positions)
-                    return float(self.values.filled(key, self.max_positions / original))
+                    original = scaling.get(ORIGINAL, max_positions)
+                    return float(values.filled(key, max_positions / original))
                 return number(key, value, least=1.0)
-            case "beta_fast" | "beta_slow":
-                default = {"beta_fast": 32.0, "beta_slow": 1.0}[key]
-                value = self.values.filled(key, default) if value is None else value
+            case "beta_fast" | "beta_slow" if value is None:
+                value = values.filled(key, {"beta_fast": 32.0, "beta_slow": 1.0}[key])
             case "mscale" | "mscale_all_dim":
                 return None if value is None else number(key, value, least=0.0)
             case "attention_factor" if value is None:
                 return None
         return number(key, value, above=0.0)
 
-    def _factors(self, key: str, found: Any) -> tuple[float, ...]:
-        if not isinstance(found, list) or len(found) != self.pairs:
-            got = f"{len(found)} of them" if isinstance(found, list) else repr(found)
-            raise self.values.refusal(key, f"a list of {self.pairs} numbers, head_dim / 2", got)
-        return tuple(self.values.number(key, value, above=1e-6) for value in found)
+    return {key: read(key) for key in KEYS[rope_type]}
+
+
+def _require_sense(values: Values, rope: Rope) -> Rope:
+    type_, first = rope.rope_type, rope.original_max_position_embeddings
+    if type_ == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
+        expected = f"a number below high_freq_factor {rope.high_freq_factor}"
+        raise values.error("low_freq_factor", expected, rope.low_freq_factor)
+    if type_ == "yarn" and not rope.beta_fast >= rope.beta_slow:
+        expected = f"a number from beta_slow {rope.beta_slow}"
+        raise values.error("beta_fast", expected, rope.beta_fast)
+    if type_ == "longrope" and first < 2:
+        raise values.error(ORIGINAL, "a whole number from 2 (its logarithm divides)", first)
+    return rope

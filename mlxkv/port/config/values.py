@@ -52,7 +52,6 @@ class Values:
         return self.boolean(key, self.filled(key, False) if value is None else value)
 
     def boolean(self, key: str, value: Any) -> bool:
-        """True or false, not a number."""
         if not isinstance(value, bool):
             raise self.error(key, "true or false", value)
         return value
@@ -86,9 +85,7 @@ class Values:
         return given[0] if given else None
 
     def error(self, key: str, expected: str, found: Any) -> ConfigError:
-        """The refusal of a value."""
         return self.refusal(key, expected, repr(found)[:120])
 
     def refusal(self, key: str, expected: str, found: str) -> ConfigError:
-        """The refusal of what is described in words."""
         return ConfigError(f"expected {expected}, got {found[:160]}", where=f"{self.where}: {key}")
