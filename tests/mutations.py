@@ -279,6 +279,14 @@ MUTATIONS = (
         "tests/oracle/test_folder.py",
         "oracle/question.py",
     ),
+    M(
+        "of several prompts for the oracle one is taken",
+        "oracle/cli.py",
+        "if len(given) != 1:",
+        "if not given:",
+        "tests/oracle/test_oracle_cli.py",
+        "oracle/cli.py",
+    ),
     # mlxkv/port
     M(
         "a clone is the cache itself",
@@ -458,6 +466,14 @@ MUTATIONS = (
         "tests/mlxkv/test_markdown.py",
         "mlxkv/report/markdown.py",
     ),
+    M(
+        "a refusal leaves an empty output folder",
+        "mlxkv/report/publish.py",
+        "path.rmdir()",
+        "pass",
+        "tests/mlxkv/test_robust.py",
+        "mlxkv/session.py",
+    ),
     # mlxkv/commands
     M(
         "a wrong head is looked for only in the first layer",
@@ -512,6 +528,32 @@ MUTATIONS = (
         "if False:",
         "tests/mlxkv/test_delta.py",
         "mlxkv/judge/case.py",
+    ),
+    M(
+        "the index of reports counts right runs as wrong",
+        "mlxkv/commands/reports.py",
+        "sum(not t['passed'] for t in trials)",
+        "sum(t['passed'] for t in trials)",
+        "tests/mlxkv/test_reports.py",
+        "mlxkv/reports.py",
+    ),
+    M(
+        "inspect says half of what a cache takes",
+        "mlxkv/commands/show.py",
+        "{4 * row} bytes in float32",
+        "{2 * row} bytes in float32",
+        "tests/mlxkv/test_cli.py",
+        "mlxkv/show.py",
+    ),
+    M(
+        "a judgement leaves the plot of an earlier run",
+        "mlxkv/commands/judge.py",
+        'stale=("compare.svg",)',
+        "stale=()",
+        "tests/mlxkv/test_stored.py",
+        "mlxkv/stored.py",
+        was_find='(out / "compare.svg").unlink(missing_ok=True)',
+        was_put="pass",
     ),
     # mlxkv
     M(

@@ -30,7 +30,12 @@ LEFT_OUT = ("MKL_NUM_THREADS", "PYTEST_", "PYTHONHASHSEED")
 
 
 def command(room: os.PathLike[str] | str, *arguments: str) -> list[str]:
-    """What to start in place of `python -P ARGUMENTS`, with `-m MODULE`, `-c CODE` or a file."""
+    """What to start in place of `python -P ARGUMENTS`, with `-m MODULE`, `-c CODE` or a file.
+
+    Off Linux that very process: macOS's frameworks do not outlive a fork.
+    """
+    if sys.platform != "linux":
+        return [sys.executable, "-P", *arguments]
     return [sys.executable, "-S", __file__, os.fspath(room), *arguments]
 
 
@@ -102,7 +107,7 @@ def _line(connection: socket.socket, meanwhile: object = None) -> str:
 def _address(room: str) -> str:
     """A socket's address has at most 107 bytes: by way of the folder's open handle."""
     handle = os.open(room, os.O_RDONLY | os.O_DIRECTORY)
-    return f"/proc/self/fd/{handle}/warm" if sys.platform == "linux" else f"{room}/warm"
+    return f"/proc/self/fd/{handle}/warm"
 
 
 def start(room: str) -> None:

@@ -209,6 +209,16 @@ def test_a_refusal_leaves_no_output_folder(tiny: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
+def test_a_report_that_cannot_be_written_whole_leaves_the_earlier_one(tmp_path: Path) -> None:
+    publish.write(tmp_path, {"a.md": "1", "b.json": "2"})
+    with pytest.raises(Refusal, match="cannot be written"):
+        publish.write(tmp_path, {"a.md": "3", "x" * 300: "4"})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a.md": "1",
+        "b.json": "2",
+    }
+
+
 def test_a_wrong_blas_is_refused_before_the_oracle_runs(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
