@@ -70,6 +70,8 @@ def install(model: Llama, checkpoint: Checkpoint) -> None:
     found: list[tuple[str, nn.Module]] = []
     for name, packed in checkpoint.packed.items():
         path = name.removesuffix(".weight")
+        if path == "lm_head" and model.config.tie_word_embeddings:
+            continue  # stored once more: the embedding is the head
         kind = PackedEmbedding if path == "model.embed_tokens" else PackedLinear
         module = kind(bits=packed.bits, group_size=packed.group_size)
         if f"{path}.bias" in checkpoint.tensors:

@@ -54,8 +54,6 @@ def from_checkpoint(
     # real ones.
     model.update(tree_map(lambda _: mx.zeros((0,)), model.parameters()))
     stored = _Stored(checkpoint, first)
-    if config.tie_word_embeddings:
-        stored.check_tied()
     for name in sorted(expected, key=lambda n: checkpoint.tensors[n].file):
         with ops.stream(target):
             arrays = stored.whole(name) if target == mx.float64 else stored.parts(name)
@@ -83,19 +81,6 @@ class _Stored:
         for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
             self._arrays |= mx.load(str(file))  # type: ignore[arg-type]
 
-    def check_tied(self) -> None:
-        """Refuses a stored head that differs from the embedding that it is tied to.
-
-        Which of the two would count differs by engine.
-        """
-        for part in ("weight", "scales", "biases"):
-            head = self._arrays.get(f"lm_head.{part}")
-            embedding = self._arrays.get(f"model.embed_tokens.{part}")
-            if head is not None and not _equal(head, embedding):
-                differs = f"lm_head.{part} differs from model.embed_tokens.{part}"
-                what = f"{differs} though tie_word_embeddings is true"
-                raise Refusal(what, where=self.checkpoint.folder, remedy="correct config.json")
-
     def parts(self, name: str) -> dict[str, mx.array]:
         """A weight as it is stored; a packed one with its scales and biases."""
         packed = self.checkpoint.packed.get(name)
@@ -122,10 +107,6 @@ class _Stored:
         return rounded
 
 
-def _equal(a: mx.array, b: mx.array | None) -> bool:
-    return b is not None and a.dtype == b.dtype and bool(mx.array_equal(a, b).item())
-
-
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape, by name.
 
@@ -144,7 +125,9 @@ def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, t
     where = checkpoint.folder
     # Old checkpoints keep RoPE's frequencies; a tied head may be stored once more.
     found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
-    found -= {"lm_head.weight"} if tied else set()
+    if tied:
+        found -= {"lm_head.weight"}
+        _check_head(checkpoint)
     missing, more = sorted(set(expected) - found), sorted(found - set(expected))
     if missing:
         what, remedy = f"tensor {missing[0]} is missing", "the weights do not fit config.json"
@@ -160,7 +143,22 @@ def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, t
             raise Refusal(what, where=where)
         if stored not in STORED and name not in checkpoint.packed:
             what = f"{name} is stored as {stored}, expected one of {', '.join(STORED)}"
-            raise Refusal(what, where=where, remedy="convert it first")
+            raise Refusal(what, where=checkpoint.tensors[name].file, remedy="save it in F32")
+
+
+def _check_head(checkpoint: Checkpoint) -> None:
+    """Refuses a head that is stored beside the embedding that it is tied to, and is not the same.
+
+    Which of the two would count differs by engine.
+    """
+    tensors, hashes = checkpoint.tensors, checkpoint.hashes
+    for part in ("weight", "scales", "biases"):
+        head, tied_to = f"lm_head.{part}", f"model.embed_tokens.{part}"
+        pair = [(tensors[n].dtype, hashes[n]) for n in (head, tied_to) if n in tensors]
+        if head in tensors and (len(pair) < 2 or pair[0] != pair[1]):
+            what = f"{head} differs from {tied_to} though tie_word_embeddings is true"
+            remedy = "set it to false in config.json if the head is its own, or take the head out"
+            raise Refusal(what, where=tensors[head].file, remedy=remedy)
 
 
 __all__ = ["ConfigError", "from_checkpoint", "load"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -195,6 +196,31 @@ def test_the_port_keeps_them_packed_but_in_float64(room: Path) -> None:
         np.array(stored[f"{UP}.weight"]), scales, biases, bits=6, group_size=64
     )
     assert np.array_equal(np.array(wide.layers[1].mlp.up_proj.weight), expected)
+
+
+def test_a_packed_head_may_be_stored_beside_the_embedding_that_it_is(
+    room: Path, tmp_path: Path
+) -> None:
+    name, folder = "tied, 4 bits", tmp_path / "again"
+    shutil.copytree(room / name, folder)
+    tensors: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
+    head = {
+        f"lm_head.{part}": tensors[f"model.embed_tokens.{part}"]
+        for part in ("weight", "scales", "biases")
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors | head, {"format": "mlx"})
+
+    for dtype in ("float32", "float64"):
+        found, expected = (
+            np.array(model([TOKENS], cache=Cache(model.config, dtype=dtype)))
+            for model in (load(folder, dtype), load(room / name, dtype))
+        )
+        assert np.array_equal(found, expected)
+
+    head["lm_head.scales"] = head["lm_head.scales"] * 2
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors | head, {"format": "mlx"})
+    with pytest.raises(Refusal, match=r"lm_head\.scales differs from model\.embed_tokens\.scales"):
+        load(folder)
 
 
 def test_biases_of_linear_layers_are_not_those_of_groups(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path: Path) -> No
     )
     with pytest.raises(
         Refusal,
-        match=r"other: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true",
+        match=r"other/model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true; set it to false in config\.json if the head is its own, or take the head out$",
     ):
         load(other)
 
@@ -363,7 +363,7 @@ def test_a_tensor_that_mlx_does_not_read_as_floats_is_refused(
 
     assert (
         message
-        == f"{tmp_path}: {name} is stored as {name_of}, expected one of F32, F16, BF16; convert it first"
+        == f"{tmp_path / 'model.safetensors'}: {name} is stored as {name_of}, expected one of F32, F16, BF16; save it in F32"
     )
 
 
