@@ -492,7 +492,9 @@ def test_no_rounding_puts_a_figure_beyond_its_range() -> None:
     assert not [cell for cell in cells if cell.startswith("-")]
 
 
-@pytest.mark.parametrize("change", [np.asarray, np.zeros_like, lambda a: a * 0.999], ids=str)
+@pytest.mark.parametrize(
+    "change", [np.asarray, np.zeros_like, lambda a: a * 0.999], ids=["equal", "zero", "near"]
+)
 def test_tables_and_json_hold_no_infinity_and_no_negative_zero(
     tmp_path: Path, change: Callable[[Array], Array]
 ) -> None:
