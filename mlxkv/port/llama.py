@@ -223,7 +223,8 @@ def _odd(tokens: Any, ids: npt.NDArray[Any]) -> str:
     rows: Any = tokens if isinstance(tokens, Sequence) else ids
     for b, row in enumerate(rows if ids.ndim == 2 else ()):
         for i, id in enumerate(row):
-            if not isinstance(id, int | np.integer) or isinstance(id, bool) or abs(id) >= 2**63:
+            whole = isinstance(id, int | np.integer) and not isinstance(id, bool)
+            if not whole or abs(int(id)) >= 2**63:
                 return f", {id!r:.40} at place {i} of sequence {b}"
     return ""
 
