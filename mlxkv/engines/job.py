@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from mlxkv.engines import machine
 from mlxkv.engines.process import Finished, Process
 from oracle.formats import strict_json
 from oracle.formats.disk import write_text
-from oracle.formats.exits import end_with_parent
+from oracle.formats.exits import DEBUG, end_with_parent
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
 
@@ -123,11 +125,16 @@ def read(path: Path) -> Job:
 
 
 def serve(follow: Callable[[Job], None]) -> None:
-    """The main of an engine's process: a refusal is one line and exit code 2, an interrupt 130."""
+    """The main of an engine's process: a refusal is one line and exit code 2, an interrupt 130.
+
+    Under --debug the line comes after its traceback.
+    """
     end_with_parent()
     try:
         follow(read(Path(sys.argv[1])))
     except ValueError as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -119,8 +119,9 @@ def load(folder: str, dtype: str) -> Any:
     try:
         model, _ = load_model(Path(folder))
     except Exception as error:  # whatever its code for some architecture raises
-        why = f"mlx-lm cannot load it ({one_line(error, 300)})"
-        raise Refusal(why, where=folder, remedy="judge another model or engine") from error
+        why = f"mlx-lm cannot load it ({one_line(error, 300)}){runner.place(error)}"
+        remedy = f"judge another model or engine, or {runner.more()}"
+        raise Refusal(why, where=folder, remedy=remedy) from error
     model.set_dtype(dtype_of(dtype))
     mx.eval(model.parameters())
     return model

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +19,7 @@ import numpy as np
 
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, CropRefusal, PlanRunner, host
+from mlxkv.engines.runner import Array, CropRefusal, PlanRunner, blamed_on, host
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
@@ -158,32 +155,6 @@ def _rows(layer: Any) -> tuple[Any, Any] | None:
     if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in state[:2]):
         return None
     return state[0][0, :, :offset], state[1][0, :, :offset]
-
-
-@contextmanager
-def blamed_on(name: str, what: str) -> Iterator[None]:
-    """Turns what a person's code raises into one line: what it was asked, what came, and where."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
-        raise Refusal(
-            f"{what} failed with {came}{_place(error, name.partition(':')[0])}",
-            where=name,
-            remedy="run it by itself to see more",
-        ) from error
-
-
-def _place(error: BaseException, file: str) -> str:
-    """The innermost line of the person's own file, else of any but ours."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({Path(error.filename).name}:{error.lineno})"
-    every = dropwhile(lambda f: f.filename == __file__, traceback.extract_tb(error.__traceback__))
-    frames = [frame for frame in every if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if Path(frame.filename).name == file]
-    for frame in (own or frames)[-1:]:
-        return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
-    return ""
 
 
 def require(model: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from oracle.formats import child, disk
 from oracle.formats.errors import AlreadySaid, Refusal
-from oracle.formats.exits import PARENT
+from oracle.formats.exits import DEBUG, PARENT
 from oracle.model.cache_folder import cache_dir
 
 PORT, MLX_LM, OWN = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.own"
@@ -37,8 +37,9 @@ class Finished:
 class Process:
     """A module of ours in a process of its own, from the `with` on.
 
-    Its stderr is ours, or kept in the file `stderr` and shown only if the process fails. What is
-    still running at the end of the `with` is terminated.
+    Its stderr is ours, or kept in the file `stderr` and shown only if the process fails. What it
+    prints is dropped, except under --debug, which sends both to our stderr at once. What is still
+    running at the end of the `with` is terminated.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Process:
         stderr: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.environment = dict(environment or {})
+        self.debug = bool(os.environ.get(DEBUG))
+        self.environment = {PARENT: str(os.getpid()), **(environment or {})}
+        self.environment |= {"PYTHONUNBUFFERED": "1"} if self.debug else {}
         self.name = arguments[0]
         self.command = child.command(*arguments)
-        self.kept = stderr
+        self.kept = None if self.debug else stderr
         self.popen: subprocess.Popen[bytes] | None = None
 
     def wait(self) -> Finished:
@@ -91,10 +94,10 @@ class Process:
                     self.popen = subprocess.Popen(
                         self.command,
                         stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
+                        stdout=2 if self.debug else subprocess.DEVNULL,
                         stderr=errors,
                         process_group=0,
-                        env=os.environ | self.environment | {PARENT: str(os.getpid())},
+                        env=os.environ | self.environment,
                     )
             except BaseException:
                 self.__exit__()

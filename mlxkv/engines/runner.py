@@ -7,10 +7,14 @@ An engine's own runner adds how its caches are made and changed, and one forward
 from __future__ import annotations
 
 import copy
+import os
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,10 +23,46 @@ import numpy.typing as npt
 from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
 from oracle.formats.errors import Inexpressible, Refusal
+from oracle.formats.exits import DEBUG, PARENT
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
 from oracle.formats.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
+
+
+@contextmanager
+def blamed_on(name: str, what: str) -> Iterator[None]:
+    """Turns what an engine's own code raises into one line: what it was asked, what came, where.
+
+    `name` is the engine's, a file's first.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
+        what = f"{what} failed with {came}{place(error, name.partition(':')[0])}"
+        raise Refusal(what, where=name, remedy=more()) from error
+
+
+def place(error: BaseException, file: str = "") -> str:
+    """The innermost line of a file by this name, else of any code but ours; in parentheses."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    ours = ("<", str(Path(__file__).parent))
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+    ]
+    own = [frame for frame in frames if Path(frame.filename).name == file]
+    for frame in (own or frames)[-1:]:
+        return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return ""
+
+
+def more() -> str:
+    """How a person sees more of an error in an engine's code."""
+    if PARENT not in os.environ:
+        return "run it by itself to see more"
+    return "its traceback is above" if DEBUG in os.environ else "run again with --debug to see more"
 
 
 class CropRefusal(Refusal):
@@ -88,6 +128,8 @@ class PlanRunner(ABC):
             try:
                 outcome = Outcome(tokens=self._step(i, step))
             except self.failures as error:
+                if os.environ.get(DEBUG):
+                    traceback.print_exc()
                 outcome = Outcome.failed(error)
             self.outcomes.append(outcome)
             advance(1)

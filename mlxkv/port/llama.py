@@ -188,11 +188,13 @@ class Llama(nn.Module):
         except ValueError as error:
             raise CacheError(f"{expected}, got rows of unequal length or no numbers") from error
         if ids.ndim != 2 or (ids.size and ids.dtype.kind not in "iu"):
-            raise CacheError(f"{expected}, got shape {ids.shape} {ids.dtype}")
+            raise CacheError(f"{expected}, got shape {ids.shape} {ids.dtype}{_odd(tokens, ids)}")
         V = self.config.vocab_size
-        if ids.size and not (ids.min() >= 0 and ids.max() < V):
-            worst = ids.max() if ids.max() >= V else ids.min()
-            raise CacheError(f"tokens: id {worst} is outside the vocabulary of {V}")
+        outside = np.argwhere((ids < 0) | (ids >= V))
+        if len(outside):
+            b, i = outside[0]
+            where = f"place {i}" if len(ids) == 1 else f"place {i} of sequence {b}"
+            raise CacheError(f"tokens: id {ids[b, i]} at {where} is outside the vocabulary of {V}")
         return ids.astype(np.int32)
 
     def _logits(
@@ -214,6 +216,17 @@ class Llama(nn.Module):
         head = self.embed_tokens.as_linear if self.config.tie_word_embeddings else self.lm_head
         logits = head(x)
         return logits.astype(ops.accurate(logits.dtype))
+
+
+def _odd(tokens: Any, ids: npt.NDArray[Any]) -> str:
+    """Which of the tokens (B, L) is the first that is no whole number."""
+    rows: Any = tokens if isinstance(tokens, Sequence) else ids
+    for b, row in enumerate(rows if ids.ndim == 2 else ()):
+        for i, id in enumerate(row):
+            whole = isinstance(id, int | np.integer) and not isinstance(id, bool)
+            if not whole or abs(int(id)) >= 2**63:
+                return f", {id!r:.40} at place {i} of sequence {b}"
+    return ""
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

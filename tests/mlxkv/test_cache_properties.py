@@ -235,8 +235,9 @@ def shared_put(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     return buffer
 
 
-put, append, load_layers, fitting = (
+put, reset, append, load_layers, fitting = (
     cache_module._put,
+    Cache.reset,
     Layer.append,
     cache_file._read_layers,
     llama.fitting,
@@ -256,7 +257,9 @@ def restored_if_empty(self: Cache, layers: tuple[Layer, ...]) -> None:
 
 
 def reset_but_one(self: Cache) -> None:
-    self._layers = (*(Layer(),) * (len(self.layers) - 1), self.layers[-1])
+    last = getattr(self, "_layers", (Layer(),))[-1]
+    reset(self)
+    self._layers = (*self._layers[:-1], last)
 
 
 def last_row_lost(*given: Any) -> tuple[Layer, ...]:

@@ -296,7 +296,17 @@ def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(
 ) -> None:
     mine = written(tmp_path, (HEAD, "print('chatter')\n        return x.nothing"))
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
-    refused(
-        done,
-        at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "75 in __call__"),
+    line = at(MODEL, "AttributeError: 'array' object has no attribute 'nothing'", "75 in __call__")
+    refused(done, line.replace(MORE, "; run again with --debug to see more"))
+    assert "chatter" not in done.stderr + done.stdout
+
+    done = compare(
+        "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--debug"
     )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    before, _, after = done.stderr.partition("Traceback (most recent call last):")
+    assert "chatter" in before
+    assert f'File "{mine}", line 75, in __call__' in after
+    last = done.stderr.splitlines()[-1]
+    assert last == f"error: {line.replace(MORE, '; its traceback is above')}"

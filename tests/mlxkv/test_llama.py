@@ -318,18 +318,25 @@ def test_the_exact_forms_are_exact() -> None:
 
 # Refusals, each before anything is written.
 
+WHOLE = "tokens: expected whole numbers of shape (B, L)"
+
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([[3, 40]], "tokens: id 40 is outside the vocabulary of 40"),
-        ([[-1, 3]], "tokens: id -1 is outside the vocabulary of 40"),
-        ([[2**63]], "tokens: id 9223372036854775808 is outside the vocabulary of 40"),
-        (np.array([[2**32]]), "tokens: id 4294967296 is outside the vocabulary of 40"),
-        ([[2**70]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1) object"),
-        ([[1.0]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1) float64"),
-        ([[True]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1) bool"),
-        ([[None]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1) object"),
+        ([[3, 40]], "tokens: id 40 at place 1 is outside the vocabulary of 40"),
+        ([[-1, 3]], "tokens: id -1 at place 0 is outside the vocabulary of 40"),
+        ([[2**63]], "tokens: id 9223372036854775808 at place 0 is outside the vocabulary of 40"),
+        (
+            [[1, 2], [3, 41]],
+            "tokens: id 41 at place 1 of sequence 1 is outside the vocabulary of 40",
+        ),
+        (np.array([[2**32]]), "tokens: id 4294967296 at place 0 is outside the vocabulary of 40"),
+        ([[2**70]], f"{WHOLE}, got shape (1, 1) object, {2**70} at place 0 of sequence 0"),
+        ([[1, 2.5]], f"{WHOLE}, got shape (1, 2) float64, 2.5 at place 1 of sequence 0"),
+        ([[True]], f"{WHOLE}, got shape (1, 1) bool, True at place 0 of sequence 0"),
+        ([[1], [None]], f"{WHOLE}, got shape (2, 1) object, None at place 0 of sequence 1"),
+        ([[1, "2"]], f"{WHOLE}, got shape (1, 2) <U21, '2' at place 1 of sequence 0"),
         ("abc", "tokens: expected whole numbers of shape (B, L), got shape () <U3"),
         ([1, 2], "tokens: expected whole numbers of shape (B, L), got shape (2,) int64"),
         ([[[1]]], "tokens: expected whole numbers of shape (B, L), got shape (1, 1, 1) int64"),

@@ -206,7 +206,7 @@ def test_a_step_that_is_refused_keeps_its_text_and_the_next_one_follows(model_of
         None,
         "cache: index_pos is 0, expected 2 (the cache holds 2 tokens)",
         "cache: crop to 9, expected a whole number from 0 to the 2 tokens held",
-        "tokens: id 99 is outside the vocabulary of 40",
+        "tokens: id 99 at place 0 is outside the vocabulary of 40",
         None,
     ]
     assert trace.arrays["steps"].tolist() == [1, 1, 5]
