@@ -1,7 +1,8 @@
 """Copies candle's goldens into this folder. usage: python tests/golden/make.py GOLDENS
 
-GOLDENS holds `tiny/{mha,gqa,mqa,llama3}/` and `smollm2/`, as the real candle 0.11.0 wrote them (see README.md here). The
-tiny models are copied whole; of SmolLM2's rows every 96th column is kept, with the highest logit's token of each whole row.
+GOLDENS holds `tiny/{mha,gqa,mqa,llama3}/` and `smollm2/`, as the real candle 0.11.0 wrote them (see
+README.md here). The tiny models are copied whole; of SmolLM2's rows every 96th column is kept, with
+the highest logit's token of each whole row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Rows that the real candle returned -> a trace, so that a report can show candle beside the port and the oracle.
+"""Rows that the real candle returned -> a trace, so that a report can show candle beside the port
+and the oracle.
 
-A folder of goldens holds `plans.json` (a list of plans in candle's spelling: a call's tokens lie under `call`, a greedy
-step's under `prompt`), `outcomes.json` (per step: greedy tokens, an error's text, or neither) and `rows.safetensors` (one
-(rows, vocab) float32 tensor per plan that keeps rows: what each call returned, in call order; a failed call has none).
+A folder of goldens holds `plans.json` (a list of plans in candle's spelling: a call's tokens lie
+under `call`, a greedy step's under `prompt`), `outcomes.json` (per step: greedy tokens, an error's
+text, or neither) and `rows.safetensors` (one (rows, vocab) float32 tensor per plan that keeps rows:
+what each call returned, in call order; a failed call has none).
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ PLANS = {"cached": "step", "nocache": "prefixes", "chunked": "chunked"}
 
 
 def read(folder: Path, name: str, *, fingerprint: str | None = None) -> Trace:
-    """The trace of one golden plan. `fingerprint` is that of the weights the rows were made with, where it is known."""
+    """The trace of one golden plan. `fingerprint` is that of the weights the rows were made with,
+    where it is known.
+    """
     for entry in _json(folder / "plans.json"):
         if entry["name"] == name:
             break
     else:
         raise Refusal(
-            f"{folder / 'plans.json'}: no plan {name!r}, expected one of {', '.join(e['name'] for e in _json(folder / 'plans.json'))}"
+            f"{folder / 'plans.json'}: no plan {name!r}, expected one of "
+            f"{', '.join(e['name'] for e in _json(folder / 'plans.json'))}"
         )
     plan = plan_of(entry)
     outcomes = outcomes_of(folder, name, len(plan.steps))
@@ -37,7 +42,8 @@ def read(folder: Path, name: str, *, fingerprint: str | None = None) -> Trace:
     positions, steps = _places(plan, outcomes)
     if len(logits) != len(positions):
         raise Refusal(
-            f"{folder}: plan {name} has {len(logits)} rows, expected {len(positions)} (one per call that went well)"
+            f"{folder}: plan {name} has {len(logits)} rows, expected {len(positions)} (one per "
+            f"call that went well)"
         )
     meta = Meta(
         plan=plan,

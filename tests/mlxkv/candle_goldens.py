@@ -1,4 +1,6 @@
-"""Runs candle's golden plans on the port and says where it parts from candle, in units of candle's own error."""
+"""Runs candle's golden plans on the port and says where it parts from candle, in units of candle's
+own error.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,21 @@ TINY = ("mha", "gqa", "mqa", "llama3")
 EVERY = 96
 """Of SmolLM2's rows every 96th column is kept."""
 
-# Two correct engines of candle's size of error lie sqrt(2) of it apart: 4 sqrt(2) for a plan's rows together leaves a factor of 4,
-# and a single row may be twice as bad. Worst measured, over all plans with rows: with BLIS 1.8 together and 5.1 in one row, with
-# OpenBLAS 3.5 (mha stale-one, three rows; the next is 2.7) and 6.0, with MLX's own BLAS 2.0 and 5.6.
+# Two correct engines of candle's size of error lie sqrt(2) of it apart: 4 sqrt(2) for a plan's rows
+# together leaves a factor of 4,
+# and a single row may be twice as bad. Worst measured, over all plans with rows: with BLIS 1.8
+# together and 5.1 in one row, with
+# OpenBLAS 3.5 (mha stale-one, three rows; the next is 2.7) and 6.0, with MLX's own BLAS 2.0 and
+# 5.6.
 POOLED_LIMIT = 4 * 2**0.5
 ROW_LIMIT = 8 * 2**0.5
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The rms distance from candle's rows, of all together and of the worst one, over candle's own pooled error."""
+    """The rms distance from candle's rows, of all together and of the worst one, over candle's own
+    pooled error.
+    """
 
     pooled: float
     row: float
@@ -84,7 +91,9 @@ class Golden:
         return PortRunner(model, self.plan, guarded=False).run()
 
     def faults(self, runner: PortRunner) -> list[str]:
-        """Everything in which the port's run differs from candle's beyond the noise; empty where it is right."""
+        """Everything in which the port's run differs from candle's beyond the noise; empty where it
+        is right.
+        """
         return [*self._wrong_rows(runner), *self._wrong_outcomes(runner)]
 
     def ratio(self, runner: PortRunner) -> Ratio:
@@ -105,13 +114,22 @@ class Golden:
             return
         ratio = self.ratio(runner)
         if not ratio.pooled <= POOLED_LIMIT:
-            yield f"{self!r}: rows are {ratio.pooled:.4g} times candle's own error from candle's, expected at most {POOLED_LIMIT:.4g}"
+            yield (
+                f"{self!r}: rows are {ratio.pooled:.4g} times candle's own error from candle's, "
+                f"expected at most {POOLED_LIMIT:.4g}"
+            )
         if not ratio.row <= ROW_LIMIT:
-            yield f"{self!r}: the worst row is {ratio.row:.4g} times candle's own error from candle's, expected at most {ROW_LIMIT:.4g}"
+            yield (
+                f"{self!r}: the worst row is {ratio.row:.4g} times candle's own error from "
+                f"candle's, expected at most {ROW_LIMIT:.4g}"
+            )
         if self.highest is not None:
             highest = np.concatenate(runner.rows).argmax(axis=1)
             if not np.array_equal(highest, self.highest):
-                yield f"{self!r}: the rows' highest tokens are {highest.tolist()}, expected {self.highest.tolist()}"
+                yield (
+                    f"{self!r}: the rows' highest tokens are {highest.tolist()}, expected "
+                    f"{self.highest.tolist()}"
+                )
 
     def _wrong_outcomes(self, runner: PortRunner) -> Iterator[str]:
         for i, (candle, port) in enumerate(zip(self.outcomes, runner.outcomes, strict=True)):
@@ -119,14 +137,17 @@ class Golden:
                 yield f"{self!r}: step {i} ended with {port.error!r}, expected {candle.error!r}"
             elif candle.error is not None:
                 if not all(part in str(port.error) for part in said(candle.error)):
-                    yield f"{self!r}: step {i} ended with {port.error!r}, expected it to say {said(candle.error)}"
+                    yield (
+                        f"{self!r}: step {i} ended with {port.error!r}, expected it to say "
+                        f"{said(candle.error)}"
+                    )
             # Free running in half precision may part at a near tie: there the rows decide.
             elif self.dtype == "float32" and candle.tokens != port.tokens:
                 yield f"{self!r}: step {i} chose {port.tokens}, expected {candle.tokens}"
 
 
 def said(error: str) -> tuple[str, ...]:
-    """What the port must say where candle says `error`: both shapes, or the position and the limit."""
+    """What the port must say where candle says `error`: both shapes, or position and limit."""
     narrow = re.fullmatch(
         r"narrow invalid args start \+ len > dim_len: \[(\d+), \d+\], dim: 0, start: (\d+), len:1",
         error,

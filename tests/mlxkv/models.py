@@ -1,6 +1,8 @@
-"""Tiny random Llamas as Hugging Face folders: every head layout, both RoPE types, tied or not, with and without biases.
+"""Tiny random Llamas as Hugging Face folders: every head layout, both RoPE types, tied or not, with
+and without biases.
 
-q and k are scaled up: the default init makes attention nearly flat, and RoPE, mask and cache faults shrink to 1e-3.
+q and k are scaled up: the default init makes attention nearly flat, and RoPE, mask and cache faults
+shrink to 1e-3.
 """
 
 from __future__ import annotations
@@ -126,7 +128,9 @@ PROMPT = 5
 def forward(
     config: Mapping[str, Any], weights: Mapping[str, Array], tokens: list[int]
 ) -> npt.NDArray[np.float64]:
-    """(L, V): logits of every position in float64 numpy, without a cache: the formulas, written down once more."""
+    """(L, V): logits of every position in float64 numpy, without a cache: the formulas, written
+    down once more.
+    """
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     L, D = len(tokens), config["head_dim"]
     turns = np.exp(1j * np.arange(L)[:, None, None] * _frequencies(config))  # [L, 1, D/2]

@@ -1,4 +1,4 @@
-"""A person's own Llama, one small file of MLX that knows nothing of mlxkv: what `--engine own_llama.py:load` is given."""
+"""A person's own Llama in MLX, which knows nothing of mlxkv: for `--engine own_llama.py:load`."""
 
 import json
 from pathlib import Path

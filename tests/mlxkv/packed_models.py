@@ -1,4 +1,6 @@
-"""Tiny Llamas quantised as mlx-lm writes them: the matrices by `mx.quantize`, and what it did in config.json, twice."""
+"""Tiny Llamas quantised as mlx-lm writes them: the matrices by `mx.quantize`, and what it did in
+config.json, twice.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ def quantised(
     stored: mx.Dtype = mx.float32,
     named: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The model of a folder with its matrices packed, but those whose rows are no whole groups; `stored` is every float's dtype.
+    """The model of a folder with its matrices packed, but those whose rows are no whole groups;
+    `stored` is every float's dtype.
 
-    `named` are modules with bits and a group size of their own, or False for one that stays as it is.
+    `named` are modules with bits and a group size of their own, or False for one that stays as it
+    is.
     """
     usual, named = {"group_size": group_size, "bits": bits, "mode": "affine"}, dict(named or {})
     tensors: dict[str, mx.array] = {}

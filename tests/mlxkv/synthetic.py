@@ -1,7 +1,8 @@
-"""An oracle folder and candidates made from random numbers: no model, no weights, a vocabulary of 64 and 24 tokens.
+"""An oracle folder and candidates made from random numbers: no model, no weights, a vocabulary of
+64 and 24 tokens.
 
-The truth is random; the five members of the pool, and a correct candidate, are the truth plus independent noise of the
-size that float32 arithmetic makes.
+The truth is random; the five members of the pool, and a correct candidate, are the truth plus
+independent noise of the size that float32 arithmetic makes.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _raw_floors(
 
 
 def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> dict[str, Trace]:
-    """A correct engine's runs of the judged plans: rows for all positions, for prefixes the last ones; step has its cache."""
+    """A correct engine's runs of the judged plans: rows for all positions, for prefixes the last
+    ones; step has its cache.
+    """
     rng, dtype = np.random.default_rng(seed), case.manifest.dtype
     size, runs = NOISE[dtype] if size is None else size, {}
     for name, plan in plans(case.length, case.manifest.prompt_tokens).items():

@@ -3,12 +3,15 @@
 Where each point is tested; a test of the cache has its point's number in its name:
 
 1 fresh, 2 appends, 3 reset, 4 layers, 5 KV heads, 6 masks: here, test_1_... to test_6_...
-7 continuation, 8 last row, 9 crop, 10 clone, 16 no cache, 19 engagement: test_cache_runs.py, test_7_... to test_19_...
-  (7 also test_llama.py: test_any_split_of_any_sequence_gives_the_same_logits; 10 also test_branches.py)
+7 continuation, 8 last row, 9 crop, 10 clone, 16 no cache, 19 engagement: test_cache_runs.py,
+  test_7_... to test_19_... (7 also test_llama.py:
+  test_any_split_of_any_sequence_gives_the_same_logits; 10 also test_branches.py)
 11 save and load: test_cache_file.py, test_11_...
-12 the end, 13 failed calls, 14 positions, 15 no tokens, other batches, other weights: test_cache_refusals.py, test_12_... to test_15_...
-  (15, other dtypes: test_llama.py: test_a_cache_of_another_dtype_is_refused_with_both)
-17 no hidden growth: test_cache_memory.py, test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else
+12 the end, 13 failed calls, 14 positions, 15 no tokens, other batches, other weights:
+  test_cache_refusals.py, test_12_... to test_15_... (15, other dtypes: test_llama.py:
+  test_a_cache_of_another_dtype_is_refused_with_both)
+17 no hidden growth: test_cache_memory.py,
+test_17_five_thousand_steps_take_the_caches_bytes_and_nothing_else
 18 causality: test_llama.py: test_a_token_changes_its_own_row_and_none_before_it
 20 token 0: test_llama.py: test_with_one_key_attention_is_its_value_through_o_proj
 threads, and what is evaluated when: test_cache_threads.py; test_cache_memory.py
@@ -143,7 +146,8 @@ def test_4_a_cache_of_another_config_is_refused_by_the_field(
         message = refused(lambda cache=cache: model([[1, 2]], cache=cache), cache)  # type: ignore[misc]
         assert (
             message
-            == f"cache: made for another config than the model's: {difference}; make it with Cache(model.config)"
+            == f"cache: made for another config than the model's: {difference}; make it with "
+            f"Cache(model.config)"
         )
 
 
@@ -259,6 +263,6 @@ def test_a_cache_says_what_it_is(model_of: ModelOf) -> None:
     assert repr(cache) == "Cache(3 of 64 tokens, 1152 bytes, 3 layers x 2 KV heads x 8, float32)"
     other = Cache(config("mqa"), dtype=mx.bfloat16, use_kv_cache=False, guarded=False)
     assert (
-        repr(other)
-        == "Cache(0 of 64 tokens, 0 bytes, 3 layers x 1 KV heads x 12, bfloat16, use_kv_cache=False, guarded=False)"
+        repr(other) == "Cache(0 of 64 tokens, 0 bytes, 3 layers x 1 KV heads x 12, bfloat16, "
+        "use_kv_cache=False, guarded=False)"
     )

@@ -1,4 +1,6 @@
-"""Caches that are saved and loaded (point 11): nothing changes on the way, and nothing else is ever taken for one."""
+"""Caches that are saved and loaded (point 11): nothing changes on the way, and nothing else is ever
+taken for one.
+"""
 
 from __future__ import annotations
 
@@ -367,7 +369,10 @@ def test_11_one_changed_weight_is_another_model(model_of: ModelOf, tmp_path: Pat
 def test_11_another_dtype_is_refused_with_both(model_of: ModelOf, tmp_path: Path) -> None:
     path = saved(filled(model_of("gqa", "float16"), [1, 2, 3]), tmp_path / "cache.safetensors")
 
-    message = "dtype is 'float16', expected 'bfloat16' as the model's; load the model with the file's dtype, or fill a new cache"
+    message = (
+        "dtype is 'float16', expected 'bfloat16' as the model's; load the model with the file's "
+        "dtype, or fill a new cache"
+    )
     assert refusal(path, model_of("gqa", "bfloat16")) == message
 
 
@@ -464,7 +469,10 @@ def test_11_an_edited_row_is_refused_as_such(model_of: ModelOf, tmp_path: Path) 
     content[-2] ^= 1
     path.write_bytes(content)
 
-    pattern = r"sha256 is [0-9a-f]{12}, expected [0-9a-f]{12} as it says; it was changed: save or copy it again"
+    pattern = (
+        r"sha256 is [0-9a-f]{12}, expected [0-9a-f]{12} as it says; it was changed: save or copy "
+        r"it again"
+    )
     assert re.fullmatch(pattern, refusal(path, model_of()))
 
 
@@ -497,7 +505,8 @@ def test_11_what_is_no_cache_file_is_refused(
     }.items():
         assert (
             refusal(path, model_of())
-            == f"not an mlxkv cache but {kind}, expected mlxkv-cache/1; give a file that Cache.save wrote"
+            == f"not an mlxkv cache but {kind}, expected mlxkv-cache/1; give a file that "
+            f"Cache.save wrote"
         )
     assert re.fullmatch(
         r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again", refusal(empty, model_of())
@@ -514,7 +523,8 @@ def test_11_what_is_no_cache_file_is_refused(
     [
         (
             {"format": "mlxkv-cache/2"},
-            "format is 'mlxkv-cache/2', expected 'mlxkv-cache/1' as the model's; it was written by another version: ",
+            "format is 'mlxkv-cache/2', expected 'mlxkv-cache/1' as the model's; it was written "
+            "by another version: ",
         ),
         ({"fingerprint": None}, "fingerprint is None, expected "),
         ({"fingerprint": ...}, "fingerprint is missing, expected "),
@@ -542,7 +552,8 @@ def test_11_what_is_no_cache_file_is_refused(
         ({"length": 3}, "has "),
         (
             {"length": 2, "batch": 2},
-            "its table of rows is another than length 2 and batch 2 make, expected that one; save or copy it again",
+            "its table of rows is another than length 2 and batch 2 make, expected that one; "
+            "save or copy it again",
         ),
         ({"window": 5}, "window is not known, expected the fields of mlxkv-cache/1; "),
     ],
@@ -580,7 +591,8 @@ def test_11_rows_that_are_not_finite_are_refused_on_both_ways(
 
     assert (
         str(caught.value)
-        == "cache: layer 2 values of 3 tokens holds nan or inf, expected finite rows; fill a new cache"
+        == "cache: layer 2 values of 3 tokens holds nan or inf, expected finite rows; fill a new "
+        "cache"
     )
     assert path.read_bytes() == content
     message = f"layer 2 holds nan or inf, expected finite {dtype} rows; fill a new cache"
@@ -613,7 +625,8 @@ def test_11_a_failed_save_leaves_the_earlier_file_whole(
 
     assert (
         str(caught.value)
-        == f"{path}: cannot be written (No space left on device); choose another folder or free some space"
+        == f"{path}: cannot be written (No space left on device); choose another folder or free "
+        f"some space"
     )
     assert path.read_bytes() == content
     assert [p.name for p in tmp_path.iterdir()] == ["cache.safetensors"]
@@ -632,7 +645,10 @@ def test_11_rows_of_unknown_weights_are_not_saved(model_of: ModelOf, tmp_path: P
     for cache in (mixed, unnamed):
         with pytest.raises(CacheError) as caught:
             cache.save(tmp_path / "cache.safetensors")
-        expected = "cache: the weights of its rows are not known, expected those of one model; fill it with a model from mlxkv.load"
+        expected = (
+            "cache: the weights of its rows are not known, expected those of one model; fill it "
+            "with a model from mlxkv.load"
+        )
         assert str(caught.value) == expected
     mixed.reset()
     run_all(other, mixed, [1, 2])

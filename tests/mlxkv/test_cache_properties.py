@@ -1,7 +1,8 @@
-"""Any history of calls, clones, crops, resets, saves and refusals, against a plain recompute of the tokens held.
+"""Any history of calls, clones, crops, resets, saves and refusals, against a plain recompute of the
+tokens held.
 
-That any split of any sequence gives the same logits is test_llama.py's. Histories are drawn, not shrunk, from a fixed seed:
-the same ones in every run.
+That any split of any sequence gives the same logits is test_llama.py's. Histories are drawn, not
+shrunk, from a fixed seed: the same ones in every run.
 """
 
 from __future__ import annotations

@@ -24,14 +24,17 @@ def test_12_writing_past_the_end_is_refused_and_the_cache_stays_usable(
     model, cache = model_of(), fresh(model_of(), guarded=guarded)
     run(model, cache, models.ids(62))
 
-    expected = "cache: position 64 (index_pos 62, 3 tokens) is beyond the 64 rows of the RoPE tables; max_position_embeddings is 64"
+    expected = (
+        "cache: position 64 (index_pos 62, 3 tokens) is beyond the 64 rows of the RoPE tables; "
+        "max_position_embeddings is 64"
+    )
     assert refused(lambda: model([[1, 2, 3]], cache=cache), cache) == expected
     run(model, cache, [1, 2])
     assert len(cache) == 64
     full = refused(lambda: model([[1]], cache=cache), cache)
     assert (
-        full
-        == "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE tables; max_position_embeddings is 64"
+        full == "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE "
+        "tables; max_position_embeddings is 64"
     )
 
     cache.crop(10)
@@ -128,7 +131,10 @@ def test_14_without_a_kv_cache_every_call_starts_at_0(model_of: ModelOf) -> None
 
     message = refused(lambda: model([[4]], cache=cache, index_pos=3), cache)
 
-    expected = "cache: index_pos is 3, expected 0 (without a KV cache every call starts at 0); send the whole prefix from index_pos 0"
+    expected = (
+        "cache: index_pos is 3, expected 0 (without a KV cache every call starts at 0); send the "
+        "whole prefix from index_pos 0"
+    )
     assert message == expected
 
 
@@ -189,7 +195,8 @@ def test_15_another_batch_is_refused_with_both(model_of: ModelOf) -> None:
         message = refused(lambda tokens=tokens: model(tokens, cache=cache), cache)  # type: ignore[misc]
         assert (
             message
-            == f"cache: batch of {len(tokens)}, expected 2 (that of the tokens held); make a new cache"
+            == f"cache: batch of {len(tokens)}, expected 2 (that of the tokens held); make a new "
+            f"cache"
         )
     cache.reset()
     assert model([[5]], cache=cache).shape == (1, 40)
@@ -210,7 +217,8 @@ def test_15_the_weights_of_another_model_are_refused_with_both(
     mine, theirs = model.fingerprint[:12], other.fingerprint[:12]
     assert (
         message
-        == f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a new cache"
+        == f"cache: the weights are {theirs}, expected {mine} (those of the tokens held); make a "
+        f"new cache"
     )
     run(model, cache, [4])
     cache.reset()
@@ -247,7 +255,8 @@ def test_15_weights_without_a_name_are_told_apart_by_their_arrays(model_of: Mode
     message = refused(lambda: other([[4]], cache=cache), cache)
     assert (
         message
-        == "cache: the weights, without a fingerprint, are other arrays than the tokens held had; make a new cache"
+        == "cache: the weights, without a fingerprint, are other arrays than the tokens held "
+        "had; make a new cache"
     )
     run(mine, cache, [4])
 

@@ -1,4 +1,6 @@
-"""The same numbers however the tokens come in, and after crops and clones: points 7 to 10, 16 and 19."""
+"""The same numbers however the tokens come in, and after crops and clones: points 7 to 10, 16 and
+19.
+"""
 
 from __future__ import annotations
 

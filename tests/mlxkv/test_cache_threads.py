@@ -32,8 +32,14 @@ def elsewhere(act: Callable[[], Any]) -> Any:
     return found[0]
 
 
-MINE = "cache: belongs to thread 'MainThread' until cache.eval(), expected this thread, 'worker'; call cache.eval() there first"
-ENDED = "cache: belongs to a thread that has ended until cache.eval(), expected this thread, 'MainThread'; call cache.eval(), or reset it"
+MINE = (
+    "cache: belongs to thread 'MainThread' until cache.eval(), expected this thread, 'worker'; "
+    "call cache.eval() there first"
+)
+ENDED = (
+    "cache: belongs to a thread that has ended until cache.eval(), expected this thread, "
+    "'MainThread'; call cache.eval(), or reset it"
+)
 
 
 def test_another_threads_call_is_refused_until_eval(model_of: ModelOf, tmp_path: Any) -> None:

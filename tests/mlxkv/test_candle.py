@@ -170,7 +170,8 @@ MUTANTS: dict[str, tuple[Patch, str, str]] = {
         "tiny/gqa",
         "cached",
     ),
-    # Attention does not care in which order it is given keys that it sees all of: only a masked call shows this.
+    # Attention does not care in which order it is given keys that it sees all of: only a masked
+    # call shows this.
     "new rows put before the old": (
         replaced(Layer, "append", lambda real: newest_first),
         "tiny/gqa",

@@ -687,7 +687,8 @@ def test_help_imports_nothing_heavy() -> None:
         "from mlxkv import cli\n"
         "try: cli.main()\n"
         "except SystemExit: pass\n"
-        "heavy = 'numpy mlx torch transformers rich matplotlib huggingface_hub gguf safetensors tokenizers'.split()\n"
+        "heavy = 'numpy mlx torch transformers rich matplotlib huggingface_hub gguf safetensors "
+        "tokenizers'.split()\n"
         "print('heavy:', [name for name in heavy if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -719,10 +720,13 @@ def test_inspect_says_what_was_filled_in_and_every_parameter_of_rope(tmp_path: P
         "inspect", models.save(tmp_path / "m", config, models.weights(models.config("gqa")))
     ).stdout.splitlines()
     assert (
-        "RoPE             yarn, theta 10000, factor 4.0, original_max_position_embeddings 64, truncate false"
-        in lines
+        "RoPE             yarn, theta 10000, factor 4.0, original_max_position_embeddings 64, "
+        "truncate false" in lines
     )
-    filled = "rms_norm_eps 1e-06, beta_fast 32.0, beta_slow 1.0, original_max_position_embeddings 64, attention_bias false, mlp_bias false"
+    filled = (
+        "rms_norm_eps 1e-06, beta_fast 32.0, beta_slow 1.0, original_max_position_embeddings 64, "
+        "attention_bias false, mlp_bias false"
+    )
     assert f"filled in        {filled} (absent in config.json, as in transformers)" in lines
 
 
@@ -771,7 +775,8 @@ def test_dynamic_rope_beyond_the_model_is_refused_and_why(tmp_path: Path) -> Non
     done = mlxkv("compare", folder, *TOKENS, "--steps", "99", "--out", tmp_path / "out")
     refused(
         done,
-        "expected at most 64 (max_position_embeddings, and beyond it dynamic RoPE has other frequencies at every length",
+        "expected at most 64 (max_position_embeddings, and beyond it dynamic RoPE has other "
+        "frequencies at every length",
     )
 
 

@@ -1,4 +1,6 @@
-"""config.json: every key used, ignored by name, or refused by name; nothing filled in without a word."""
+"""config.json: every key used, ignored by name, or refused by name; nothing filled in without a
+word.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_all_unknown_keys_are_named_at_once_with_their_remedy() -> None:
 
     assert (
         found
-        == "config.json: use_rope, attention_sinks, x: expected no such key in a Llama config (it may change the model), got False, None, {'a': 'b'}; --ignore-key use_rope --ignore-key attention_sinks --ignore-key x if it does not"
+        == "config.json: use_rope, attention_sinks, x: expected no such key in a Llama config "
+        "(it may change the model), got False, None, {'a': 'b'}; --ignore-key use_rope "
+        "--ignore-key attention_sinks --ignore-key x if it does not"
     )
 
 
@@ -173,7 +177,10 @@ MOST = {
 def test_a_size_far_above_every_llama_is_refused_by_name_and_at_once(key: str, more: int) -> None:
     began, value = time.perf_counter(), MOST[key] + more
 
-    expected = f"config.json: {key}: expected at most {MOST[key]} (no Llama comes near it), got {repr(value)[:120]}"
+    expected = (
+        f"config.json: {key}: expected at most {MOST[key]} (no Llama comes near it), got "
+        f"{repr(value)[:120]}"
+    )
     assert refusal(SMOLLM2, **{key: value}) == expected
     assert time.perf_counter() - began < 0.5
 
@@ -216,7 +223,10 @@ def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
 
 
 def test_a_head_dim_that_cannot_be_worked_out_is_refused() -> None:
-    expected = "config.json: head_dim: expected a value, since hidden_size 577 is no multiple of num_attention_heads 9, got None"
+    expected = (
+        "config.json: head_dim: expected a value, since hidden_size 577 is no multiple of "
+        "num_attention_heads 9, got None"
+    )
     assert refusal(SMOLLM2, hidden_size=577) == expected
 
 
@@ -239,7 +249,8 @@ def test_an_absent_eps_is_that_of_transformers_and_that_is_said() -> None:
     assert ("rms_norm_eps", 1e-6) in read(SMOLLM2, rms_norm_eps=...).defaults
     assert (
         refusal(SMOLLM2, rms_norm_eps=None)
-        == "config.json: rms_norm_eps: expected a value, or no such key, which stands for 1e-06, got None"
+        == "config.json: rms_norm_eps: expected a value, or no such key, which stands for 1e-06, "
+        "got None"
     )
 
 
@@ -267,7 +278,10 @@ def test_flags_are_false_when_absent_and_refused_when_no_flag(key: str) -> None:
 def test_another_architecture_is_refused(value: Any) -> None:
     shown = repr(None if value is ... else value)
 
-    expected = f"config.json: model_type: expected 'llama' (the port knows no other architecture), got {shown}"
+    expected = (
+        f"config.json: model_type: expected 'llama' (the port knows no other architecture), got "
+        f"{shown}"
+    )
     assert refusal(SMOLLM2, model_type=value) == expected
 
 
@@ -319,7 +333,10 @@ def test_keys_of_no_effect_are_let_through_whatever_they_say(key: str) -> None:
 
 @pytest.mark.parametrize("value", [8, "x", True, 0, 0.0, "", [], {}, None, False])
 def test_an_unknown_key_is_refused_by_name(value: Any) -> None:
-    expected = f"config.json: sliding_windows: expected no such key in a Llama config (it may change the model), got {value!r}; --ignore-key sliding_windows if it does not"
+    expected = (
+        f"config.json: sliding_windows: expected no such key in a Llama config (it may change "
+        f"the model), got {value!r}; --ignore-key sliding_windows if it does not"
+    )
     assert refusal(SMOLLM2, sliding_windows=value) == expected
 
 
@@ -330,7 +347,8 @@ def test_interleaved_rope_is_refused(key: str) -> None:
     for value in (True, 1, 0, 0.0, "8", []):
         assert (
             refusal(SMOLLM2, **{key: value})
-            == f"config.json: {key}: expected False (another value changes the model), got {value!r}"
+            == f"config.json: {key}: expected False (another value changes the model), got "
+            f"{value!r}"
         )
 
 
@@ -341,7 +359,10 @@ def test_a_partial_rotation_is_refused() -> None:
         == read(SMOLLM2)
     )
     for value in (0.5, True, [1.0]):
-        expected = f"config.json: partial_rotary_factor: expected 1.0 (another value changes the model), got {value!r}"
+        expected = (
+            f"config.json: partial_rotary_factor: expected 1.0 (another value changes the "
+            f"model), got {value!r}"
+        )
         assert refusal(SMOLLM2, partial_rotary_factor=value) == expected
         assert (
             refusal(SMOLLM2, rope_scaling={"type": "default", "partial_rotary_factor": value})
@@ -350,7 +371,10 @@ def test_a_partial_rotation_is_refused() -> None:
 
 
 def test_an_encoder_decoder_is_refused() -> None:
-    expected = "config.json: is_encoder_decoder: expected False (another value changes the model), got True"
+    expected = (
+        "config.json: is_encoder_decoder: expected False (another value changes the model), got "
+        "True"
+    )
     assert refusal(SMOLLM2, is_encoder_decoder=True) == expected
 
 
@@ -376,7 +400,8 @@ def test_no_key_that_the_model_depends_on_can_be_taken_out(key: str) -> None:
 
     assert (
         str(caught.value)
-        == f"config.json: {key}: expected it to be read, got --ignore-key {key}; the model depends on it"
+        == f"config.json: {key}: expected it to be read, got --ignore-key {key}; the model "
+        f"depends on it"
     )
 
 
@@ -506,7 +531,8 @@ def test_a_file_is_read_with_or_without_a_byte_order_mark(tmp_path: Path) -> Non
         (b"null", "a JSON NoneType, expected an object"),
         (
             b"{",
-            "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+            "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char "
+            "1))",
         ),
         (b"", "not JSON (Expecting value: line 1 column 1 (char 0))"),
     ],

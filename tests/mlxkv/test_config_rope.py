@@ -1,4 +1,6 @@
-"""config.json's RoPE, in both generations of its spelling: rope_theta and rope_scaling, or rope_parameters."""
+"""config.json's RoPE, in both generations of its spelling: rope_theta and rope_scaling, or
+rope_parameters.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,8 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
         ),
         (
             {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
-            "original_max_position_embeddings: expected one value, got 4096 and 8192 in different places",
+            "original_max_position_embeddings: expected one value, got 4096 and 8192 in "
+            "different places",
         ),
         (
             {
@@ -130,7 +133,8 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
         ),
         (
             {"original_max_position_embeddings": 4096},
-            "original_max_position_embeddings: expected no such key for rope_type default, got 4096",
+            "original_max_position_embeddings: expected no such key for rope_type default, got "
+            "4096",
         ),
         (
             {"rope_scaling": {"rope_type": "default", "factor": 4.0}},
@@ -303,7 +307,8 @@ def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
         ({"long_factor": [*LONG[1:], 0]}, "long_factor: expected a number above 1e-06, got 0"),
         (
             {"original_max_position_embeddings": 1},
-            "original_max_position_embeddings: expected a whole number from 2 (its logarithm divides), got 1",
+            "original_max_position_embeddings: expected a whole number from 2 (its logarithm "
+            "divides), got 1",
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""A person's own MLX model is judged as the port is; what goes wrong in their file is one line that says where."""
+"""A person's own MLX model is judged as the port is; what goes wrong in their file is one line that
+says where.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +102,13 @@ def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_p
     # The newest row is attended to but not kept after the first call.
     mine = written(
         tmp_path,
-        ("        self.keys, self.values, self.offset = keys, values, keys.shape[2]\n", "        self.keep(keys, values)\n"),
+        (
+            "        self.keys, self.values, self.offset = keys, values, keys.shape[2]\n",
+            "        self.keep(keys, values)\n",
+        ),
         ("    def trim", "    def keep(self, keys, values):\n        if self.keys is None:\n"
-         "            self.keys, self.values = keys, values\n        self.offset += 1\n\n    def trim"),
+         "            self.keys, self.values = keys, values\n        self.offset += 1\n\n    def "
+         "trim"),
         ("return self.keys, self.values\n\n", "raise AttributeError\n\n"),
     )  # fmt: skip
     done = compare(
@@ -151,16 +157,34 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.OwnRunner:
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("import json\n", "import jsno\n", at("import", "ModuleNotFoundError: No module named 'jsno'", "3 in <module>")),
-        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected ':'", "77")),
-        ("def load(", "def laod(", "mine.py:load: no function load in DIR/mine.py, expected load(path, dtype)"),
-        ("    config = json", "    raise SystemExit\n    config = json", at("load('FOLDER', 'float32')", "SystemExit", "78 in load")),
-        ("def make_cache", "def new_cache", f"mine.py:load: a OwnLlama without make_cache(), {custom.CONVENTION}"),
-        ("def __call__", "def call", f"mine.py:load: a OwnLlama without model(tokens, cache=cache), {custom.CONVENTION}"),
-        (CACHE, "1 / 0", at("make_cache()", "ZeroDivisionError: division by zero", "37 in make_cache")),
-        (CACHE, "return 3", "mine.py:load: make_cache() gave a int, expected a list with one cache per layer"),
+        ("import json\n", "import jsno\n", at("import", "ModuleNotFoundError: No module named "
+                                                        "'jsno'", "3 in <module>")),
+        ("def load(path, dtype):", "def load(path, dtype)", at("import", "SyntaxError: expected "
+                                                                         "':'", "77")),
+        ("def load(", "def laod(", "mine.py:load: no function load in DIR/mine.py, expected "
+                                   "load(path, dtype)"),
+        (
+            "    config = json",
+            "    raise SystemExit\n    config = json",
+            at("load('FOLDER', 'float32')", "SystemExit", "78 in load"),
+        ),
+        ("def make_cache", "def new_cache", f"mine.py:load: a OwnLlama without make_cache(), "
+                                            f"{custom.CONVENTION}"),
+        ("def __call__", "def call", f"mine.py:load: a OwnLlama without model(tokens, "
+                                     f"cache=cache), {custom.CONVENTION}"),
+        (
+            CACHE,
+            "1 / 0",
+            at("make_cache()", "ZeroDivisionError: division by zero", "37 in make_cache"),
+        ),
+        (CACHE, "return 3", "mine.py:load: make_cache() gave a int, expected a list with one "
+                            "cache per layer"),
         (HEAD, "return mx.zeros(6).reshape(7)",
-         at(MODEL, "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).", "74 in __call__")),
+         at(
+             MODEL,
+             "ValueError: [reshape] Cannot reshape array of size 6 into shape (7).",
+             "74 in __call__",
+         )),
         (HEAD, "raise ValueError('a\\nb')", at(MODEL, "ValueError: a b", "74 in __call__")),
         (HEAD, f"{HEAD}[0]", f"{CALL} gave [24, 40] float32, {SHAPE}"),
         (HEAD, f"{HEAD}[:, -1:]", f"{CALL} gave [1, 1, 40] float32, {SHAPE}"),
@@ -170,7 +194,11 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.OwnRunner:
         ("return self.keys, self.values\n\n", "return self.nothing\n\n", None),
         ("return self.keys, self.values\n\n", "LayerCache.n = getattr(LayerCache, 'n', 0) + 1\n"
          "        return (self.keys, self.values) if LayerCache.n % 2 else None\n\n", None),
-        ("return self.keys, self.values\n\n", "raise OSError(self.offset)\n\n", at("a cache's state", "OSError: 24", "16 in state")),
+        (
+            "return self.keys, self.values\n\n",
+            "raise OSError(self.offset)\n\n",
+            at("a cache's state", "OSError: 24", "16 in state"),
+        ),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_the_file_is_one_line(
@@ -209,7 +237,8 @@ def test_an_error_within_what_the_file_calls_is_shown_where_the_file_called_it(
     )
     with pytest.raises(
         Refusal,
-        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:79 in load\); run it by itself",
+        match=r"failed with json.decoder.JSONDecodeError: .* \(mine.py:79 in load\); run it by "
+        r"itself",
     ):
         run(mine, folder_of("gqa"), judged_plans(SEQUENCE, prompt=5)["full"])
 

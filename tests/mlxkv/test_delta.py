@@ -1,4 +1,4 @@
-"""What is admitted, the distances from the truth, the floors, and the distances between two traces."""
+"""What is admitted, distances from the truth, the floors, distances between two traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model as people call it: what goes in, what comes out, what is refused, and that any split gives the same logits."""
+"""The model as people call it: what goes in, what comes out, what is refused, and that any split
+gives the same logits.
+"""
 
 from __future__ import annotations
 
@@ -343,11 +345,13 @@ WHOLE = "tokens: expected whole numbers of shape (B, L)"
         (3, "tokens: expected whole numbers of shape (B, L), got shape () int64"),
         (
             [[1, 2], [3]],
-            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers",
+            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no "
+            "numbers",
         ),
         (
             mx.array([[1]], mx.bfloat16),
-            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no numbers",
+            "tokens: expected whole numbers of shape (B, L), got rows of unequal length or no "
+            "numbers",
         ),
         ([[]], "cache: no new tokens (the cache holds 3); a call needs at least one"),
         (
@@ -392,7 +396,8 @@ def test_a_cache_of_another_dtype_is_refused_with_both(
 
     assert (
         str(caught.value)
-        == f"cache: dtype is {theirs}, the weights' is float32; make it with Cache(model.config, dtype='float32')"
+        == f"cache: dtype is {theirs}, the weights' is float32; make it with Cache(model.config, "
+        f"dtype='float32')"
     )
     assert len(cache) == 0
 

@@ -46,7 +46,8 @@ def test_a_blas_that_is_named_but_cannot_be_loaded_is_refused(
     monkeypatch.setenv("MLXKV_BLAS", "/nowhere/libblas.so")
     with pytest.raises(
         Refusal,
-        match=r"MLXKV_BLAS: /nowhere/libblas.so cannot be loaded .* give the path of a BLAS library, or none",
+        match=r"MLXKV_BLAS: /nowhere/libblas.so cannot be loaded .* give the path of a BLAS "
+        r"library, or none",
     ):
         machine.load_blas()
 
@@ -59,7 +60,10 @@ def test_no_blas_is_loaded_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tf32_is_off_and_said_so_and_threads_are_those_asked_for() -> None:
-    code = "from mlxkv.engines import machine; f = machine.prepare('cpu', threads=1); print(f['MLX_ENABLE_TF32'], f['threads'])"
+    code = (
+        "from mlxkv.engines import machine; f = machine.prepare('cpu', threads=1); "
+        "print(f['MLX_ENABLE_TF32'], f['threads'])"
+    )
     assert python(code, MLX_ENABLE_TF32="1").stdout == "0 1\n"
 
 
@@ -77,7 +81,9 @@ def test_importing_the_package_changes_nothing_in_the_process() -> None:
 def test_the_process_that_starts_the_oracle_has_neither_mlx_nor_a_blas(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The oracle inherits an environment from it, and would inherit a preloaded library's variables."""
+    """The oracle inherits an environment from it, and would inherit a preloaded library's
+    variables.
+    """
     code = (
         "import sys\n"
         "from types import SimpleNamespace\n"
@@ -109,6 +115,7 @@ def test_an_mlx_older_than_the_package_allows_is_refused_before_anything_runs(
     for refused in (lambda: machine.require_device("cpu"), machine.require_mlx):
         with pytest.raises(
             Refusal,
-            match=r"^mlx 0\.24\.1 is installed, expected 0\.29 or later; pip install .* '\.\[port\]' in a",
+            match=r"^mlx 0\.24\.1 is installed, expected 0\.29 or later; pip install .* "
+            r"'\.\[port\]' in a",
         ):
             refused()

@@ -1,4 +1,6 @@
-"""mlx-lm's own Llama follows plans and is judged as the port is; what it gets wrong is named. In processes of its own."""
+"""mlx-lm's own Llama follows plans and is judged as the port is; what it gets wrong is named. In
+processes of its own.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,10 @@ def errors(found: trace.Trace) -> dict[int, str]:
 def test_what_mlx_lm_cannot_express_is_its_steps_error(
     kept: dict[str, dict[str, trace.Trace]],
 ) -> None:
-    says = "cannot be expressed: index_pos {} with {} tokens cached, as mlx-lm takes the position from its cache"
+    says = (
+        "cannot be expressed: index_pos {} with {} tokens cached, as mlx-lm takes the position "
+        "from its cache"
+    )
     too_long = "crop: length is 6, expected at most the 5 tokens cached"
     expected = {5: says.format(0, 7), 7: too_long, 13: says.format(5, 0), 17: says.format(0, 5)}
     assert errors(kept["KVCache"]["misuse"]) == expected
@@ -176,7 +181,8 @@ def test_clone_crop_and_reset_are_what_users_do(kept: dict[str, dict[str, trace.
     }
     assert positions[3] == [5, 6]
     assert positions[4] == positions[8] == [5]
-    # The clone knows nothing of what came into the original after it, and nothing is left of what was cropped.
+    # The clone knows nothing of what came into the original after it, and nothing is left of what
+    # was cropped.
     assert np.array_equal(steps[4], steps[8])
     for again in (10, 12):
         assert positions[again] == [0, 1, 2, 3, 4]
@@ -451,7 +457,10 @@ def hidden(package: str, room: Path) -> str:
     """A PYTHONPATH under which a package cannot be imported."""
     room.mkdir()
     text = "import sys\nclass Hide:\n    def find_spec(self, name, path=None, target=None):\n"
-    text += f"        if name.split('.')[0] == {package!r}:\n            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+    text += (
+        f"        if name.split('.')[0] == {package!r}:\n            raise "
+        f"ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+    )
     (room / "sitecustomize.py").write_text(f"{text}sys.meta_path.insert(0, Hide())\n")
     return os.pathsep.join([str(room), os.environ.get("PYTHONPATH", "")])
 

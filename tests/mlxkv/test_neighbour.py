@@ -1,4 +1,6 @@
-"""Other architectures than Llama are judged on mlx-lm by transformers' own noise; the verdict says that there is no truth."""
+"""Other architectures than Llama are judged on mlx-lm by transformers' own noise; the verdict says
+that there is no truth.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ from oracle.formats.errors import Refusal
 MAKER = Path(__file__).parent.parent / "oracle" / "neighbours.py"
 FIVE = ("qwen2", "qwen3", "mistral", "gemma2", "phi3")
 FAULTS = ("theta", "eps", "norm", "head")
-POOL = "the mean of transformers' own runs (sdpa-full, sdpa-step, eager-full, eager-step, eager-chunked)"
+POOL = (
+    "the mean of transformers' own runs (sdpa-full, sdpa-step, eager-full, eager-step, "
+    "eager-chunked)"
+)
 
 # One process for all of mlx-lm's runs: importing it takes longer than they do.
 FOLLOW = """
@@ -266,8 +271,8 @@ def test_compare_asks_the_oracle_and_says_that_the_truth_is_missing(
     )
     assert "  no truth: mean of 5 runs of transformers, each within " in done.stdout.splitlines()[1]
     assert (
-        f"\nnote: no truth for this architecture: the reference is {POOL}, and an error that all of them share is not seen\n"
-        in done.stdout
+        f"\nnote: no truth for this architecture: the reference is {POOL}, and an error that all "
+        f"of them share is not seen\n" in done.stdout
     )
     assert "\ncontrols: eager-step, held out: agrees (sigma " in done.stdout
     value = json.loads((out / "compare.json").read_text())
@@ -326,8 +331,8 @@ def test_a_person_judges_a_model_of_their_own_and_what_differs_has_no_suspects(
         "the mean of transformers' own runs (eager-full, eager-step, eager-chunked)" in done.stdout
     )
     assert (
-        "\nnote: the cause was not looked for: the usual suspects are mistakes in a Llama, tried on its truth\n"
-        in done.stdout
+        "\nnote: the cause was not looked for: the usual suspects are mistakes in a Llama, tried "
+        "on its truth\n" in done.stdout
     )
     assert "cause:" not in done.stdout
 
@@ -353,7 +358,10 @@ def test_the_port_refuses_them_by_name(made: Path, name: str, stored: bool) -> N
     request = (
         Request(oracle=made / "runs" / name) if stored else Request(model=str(model), tokens=(1, 2))
     )
-    line = f"config.json: model_type is '{name}', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`$"
+    line = (
+        f"config.json: model_type is '{name}', expected 'llama'; judge mlx-lm on it with `mlxkv "
+        f"compare --engine mlx-lm`$"
+    )
     with pytest.raises(Refusal, match=line), run([request]):
         pass
 

@@ -1,4 +1,6 @@
-"""MLX's packed weights on MLX: what they unpack to, the production product, whole comparisons, and faults that must show."""
+"""MLX's packed weights on MLX: what they unpack to, the production product, whole comparisons, and
+faults that must show.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         asked.append(
             {"model": str(room / name), "out": str(room / f"{name} oracle"), "dtype": dtype}
         )
-    code = "import json, sys, oracle\nfor one in json.loads(sys.argv[1]):\n    oracle.run(**one, tokens=json.loads(sys.argv[2]), "
+    code = (
+        "import json, sys, oracle\nfor one in json.loads(sys.argv[1]):\n    oracle.run(**one, "
+        "tokens=json.loads(sys.argv[2]), "
+    )
     code += "prompt_tokens=5, steps=0, threads=1)"
     subprocess.run(
         torch_python("-c", code, json.dumps(asked), json.dumps(TOKENS)),
@@ -93,7 +98,9 @@ def judged(
     algebra: bool = True,
     every: bool = False,
 ) -> Verdict:
-    """The port on a case in both lanes, each model changed first; on plans full and step, or on every one."""
+    """The port on a case in both lanes, each model changed first; on plans full and step, or on
+    every one.
+    """
     folder, dtype = room / f"{name} oracle", CASES[name][1]
     case, checkpoint = read_case(folder), resolve(str(room / name))
     lanes: list[Mapping[str, Trace]] = []
@@ -147,7 +154,8 @@ def test_what_they_unpack_to_is_what_the_oracle_unpacks(bits: int, size: int) ->
     )
 
 
-# Measured: 3.7e-7, 2.0e-4 and 1.7e-3, in half precision one rounding; the kernel left to itself 3.3e-3 and 2.7e-2 in half precision.
+# Measured: 3.7e-7, 2.0e-4 and 1.7e-3, in half precision one rounding; the kernel left to itself
+# 3.3e-3 and 2.7e-2 in half precision.
 @pytest.mark.parametrize(
     ("dtype", "noise"), [("float32", 1e-6), ("float16", 4e-4), ("bfloat16", 3e-3)]
 )
@@ -296,7 +304,8 @@ def test_the_port_agrees_in_both_lanes(room: Path, name: str) -> None:
     words = read_case(room / f"{name} oracle").manifest.packed
     assert (
         note
-        == f"algebra ran on the unpacked weights ({words}); it does not cover quantized_matmul, which the other gates judge"
+        == f"algebra ran on the unpacked weights ({words}); it does not cover quantized_matmul, "
+        f"which the other gates judge"
     )
 
 
@@ -341,7 +350,10 @@ def test_the_command_says_in_its_report_what_lane_a_does_not_cover(
         tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = "algebra ran on the unpacked weights (MLX 4-bit in groups of 32); it does not cover quantized_matmul"
+    said = (
+        "algebra ran on the unpacked weights (MLX 4-bit in groups of 32); it does not cover "
+        "quantized_matmul"
+    )
     assert f"\nnote: {said}" in done.stdout
     assert f"\n- {said}" in (tmp_path / "compare.md").read_text()
 
@@ -350,7 +362,8 @@ def test_selftest_refuses_them(room: Path) -> None:
     done = run("selftest", room / "tied, 4 bits")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: {room / 'tied, 4 bits'}: packed weights (MLX 4-bit in groups of 32), expected plain floats, as many faults change "
+        f"error: {room / 'tied, 4 bits'}: packed weights (MLX 4-bit in groups of 32), expected "
+        f"plain floats, as many faults change "
         "weights; take the unquantised checkpoint\n"
     )
 

@@ -1,4 +1,4 @@
-"""The plot is the same file for the same numbers, is whole XML, and shows what it is given as text."""
+"""The plot is the same file for the same numbers, is whole XML, and shows its words as text."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_matplotlib_is_loaded_only_for_a_plot_and_its_settings_are_left_alone() 
         "print('matplotlib' in sys.modules)\n"
         "plots.error_by_position([Curve('step', (0,), (1e-5,))], (1e-5,), limit=16)\n"
         "import matplotlib\n"
-        "print([name in sys.modules for name in ('matplotlib.pyplot', 'mlx.core', 'torch')], matplotlib.rcParams['svg.hashsalt'])\n"
+        "print([name in sys.modules for name in ('matplotlib.pyplot', 'mlx.core', 'torch')], "
+        "matplotlib.rcParams['svg.hashsalt'])\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.split("\n")[:2] == ["False", "[False, False, False] None"]

@@ -1,4 +1,6 @@
-"""Plans -> traces: which rows, at which positions, of which steps; what became of each step; what the caches hold."""
+"""Plans -> traces: which rows, at which positions, of which steps; what became of each step; what
+the caches hold.
+"""
 
 from __future__ import annotations
 
@@ -428,9 +430,11 @@ def test_the_process_refuses_in_one_line(what: str, tmp_path: Path) -> None:
     )
 
     expected = {
-        "folder": f"error: '{folder}': no such folder or file, expected one, or a Hub id (org/name); check the spelling",
+        "folder": f"error: '{folder}': no such folder or file, expected one, or a Hub id "
+        f"(org/name); check the spelling",
         "config": f"error: {folder}/config.json: hidden_act: expected 'silu', got 'gelu'",
-        "tensor": f"error: {folder}: tensor model.norm.weight is missing (1 in all); the weights do not fit config.json",
+        "tensor": f"error: {folder}: tensor model.norm.weight is missing (1 in all); the weights "
+        f"do not fit config.json",
     }
     assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", expected[what] + "\n")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["job.json"]

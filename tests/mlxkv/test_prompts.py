@@ -1,4 +1,6 @@
-"""Many prompts: each is a comparison of its own, the worst decides, and what is wrong with any is refused before all."""
+"""Many prompts: each is a comparison of its own, the worst decides, and what is wrong with any is
+refused before all.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from mlxkv.report.phrases import Side
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 
-LINES = '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\n{"tokens": [5, 1, 8, 30], "name": "two"}\n'
+LINES = (
+    '{"tokens": [3, 7, 11, 2, 19], "name": "one", "steps": 4}\n# left out\n\n'
+    '{"tokens": [5, 1, 8, 30], "name": "two"}\n'
+)
 
 
 def mlxkv(*arguments: str | Path, cache: Path | None = None) -> command.Done:
@@ -355,8 +360,8 @@ def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
     found = judge(case, runs)
     assert (found.outcome, found.plans) == ("agree", ("full", "step", "chunked"))
     assert (
-        f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; full and step are judged"
-        in found.notes
+        f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; "
+        f"full and step are judged" in found.notes
     )
     assert not any("prefixes was not run" in note for note in GOOD.notes)
 

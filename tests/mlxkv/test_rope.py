@@ -1,4 +1,6 @@
-"""RoPE's tables and rotation against the published formulas, in float64 and by values worked out elsewhere."""
+"""RoPE's tables and rotation against the published formulas, in float64 and by values worked out
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def test_dynamic_is_plain_where_it_is_computed_at_all() -> None:
 
 @pytest.mark.parametrize(
     ("truncate", "first", "last", "kept", "slowed"),
-    # 128 elements, theta 10000, 4096 positions: 32 turns are made by pair 20.9446, 1 turn by pair 45.0271.
+    # 128 elements, theta 10000, 4096 positions: 32 turns are made by pair 20.9446, 1 turn by pair
+    # 45.0271.
     [(True, 20, 46, 21, 18), (False, 20.9446, 45.0271, 21, 18)],
 )
 def test_yarn_keeps_fast_pairs_slows_slow_ones_and_ramps_between(

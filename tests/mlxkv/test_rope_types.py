@@ -1,4 +1,6 @@
-"""Every type of RoPE, whole models: the port in float64 against the oracle's truth, and what a cache made for one refuses."""
+"""Every type of RoPE, whole models: the port in float64 against the oracle's truth, and what a
+cache made for one refuses.
+"""
 
 from __future__ import annotations
 
@@ -152,8 +154,10 @@ def test_longrope_chooses_once_and_refuses_to_cross_with_both_numbers(
     run(model, long, models.ids(15))
 
     expected = (
-        "cache: position 17 (index_pos 15, 3 tokens) is beyond the 16 rows of the RoPE tables; longrope turns keys by its short factors up "
-        "to 16 tokens and all of them by its long ones beyond; make the cache with max_length=18 or more"
+        "cache: position 17 (index_pos 15, 3 tokens) is beyond the 16 rows of the RoPE tables; "
+        "longrope turns keys by its short factors up "
+        "to 16 tokens and all of them by its long ones beyond; make the cache with max_length=18 "
+        "or more"
     )
     assert refused(lambda: model([[1, 2, 3]], cache=short), short) == expected
     assert len(run(model, long, [1, 2, 3])) == 3
@@ -206,8 +210,10 @@ def test_dynamic_says_why_it_ends_where_it_does(made: dict[str, Path]) -> None:
     run(model, cache, models.ids(64))
 
     expected = (
-        "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE tables; max_position_embeddings is 64, and beyond "
-        "it dynamic RoPE has other frequencies at every length: cached keys and uncached ones would differ"
+        "cache: position 64 (index_pos 64, 1 tokens) is beyond the 64 rows of the RoPE tables; "
+        "max_position_embeddings is 64, and beyond "
+        "it dynamic RoPE has other frequencies at every length: cached keys and uncached ones "
+        "would differ"
     )
     assert refused(lambda: model([[1]], cache=cache), cache) == expected
 
@@ -219,7 +225,8 @@ def test_a_cache_may_be_made_shorter_than_the_model(made: dict[str, Path]) -> No
     assert cache.cos.shape == (10, 8)
     assert np.array_equal(run(model, cache, models.ids(10)), run(model, whole, models.ids(10)))
     expected = (
-        "cache: position 10 (index_pos 10, 1 tokens) is beyond the 10 rows of the RoPE tables; the cache was made with max_length=10; "
+        "cache: position 10 (index_pos 10, 1 tokens) is beyond the 10 rows of the RoPE tables; "
+        "the cache was made with max_length=10; "
         "make the cache with max_length=11 or more"
     )
     assert refused(lambda: model([[1]], cache=cache), cache) == expected
@@ -231,8 +238,8 @@ def test_a_length_that_cannot_be_is_refused(length: Any) -> None:
         Cache(LlamaConfig.from_json(models.config()), max_length=length)
 
     assert (
-        str(caught.value)
-        == f"cache: max_length is {length!r}, expected a whole number from 1 to max_position_embeddings 64"
+        str(caught.value) == f"cache: max_length is {length!r}, expected a whole number from 1 to "
+        f"max_position_embeddings 64"
     )
 
 
@@ -243,7 +250,10 @@ def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() ->
     with pytest.raises(CacheError) as caught:
         Cache(config)
 
-    expected = "cache: RoPE tables of 16777216 rows take 4398046511104 bytes, expected at most 4294967296; give a smaller max_length"
+    expected = (
+        "cache: RoPE tables of 16777216 rows take 4398046511104 bytes, expected at most "
+        "4294967296; give a smaller max_length"
+    )
     assert str(caught.value) == expected
     assert mx.get_active_memory() == before
     assert len(Cache(config, max_length=4).cos) == 4

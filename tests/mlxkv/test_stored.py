@@ -1,4 +1,6 @@
-"""Stored traces of any engines: compared and judged again with nothing run, on a machine that has neither MLX nor torch."""
+"""Stored traces of any engines: compared and judged again with nothing run, on a machine that has
+neither MLX nor torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def runs(case: Case) -> dict[str, Trace]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which MLX, mlx-lm, torch, transformers and matplotlib cannot be imported."""
+    """An environment without MLX, mlx-lm, torch, transformers and matplotlib."""
     room = tmp_path_factory.mktemp("bare")
     names = ("mlx", "mlx_lm", "torch", "transformers", "matplotlib")
     (room / "sitecustomize.py").write_text(
@@ -93,7 +95,8 @@ def test_the_table_of_two_traces_is_the_pages(tmp_path: Path) -> None:
         " ".join(lines[4].split())
         == "a b rows max |d| first last rms top-1 max |b| NMSE (dB) 1 - cosine KL (nats)"
     )
-    # d = (0, .5), (-3, 4); rms = sqrt((.25 + 9 + 16) / 4); NMSE = 25.25 / (1 + 2.25 + 9); cosine = 4 / sqrt(21 * 12.25)
+    # d = (0, .5), (-3, 4); rms = sqrt((.25 + 9 + 16) / 4); NMSE = 25.25 / (1 + 2.25 + 9); cosine =
+    # 4 / sqrt(21 * 12.25)
     numbers = lines[5].split()
     assert numbers[:9] == [
         "1",
@@ -137,7 +140,10 @@ def test_json_holds_every_pair_and_what_is_compared(tmp_path: Path, runs: dict[s
     assert value["pairs"][1]["positions"] == list(range(4, 24))
     expected = np.abs(runs["step"].logits[4:].astype(np.float64) - runs["prefixes"].logits).max()
     assert value["pairs"][1]["max_abs"] == expected
-    names = "a b positions rows max_abs first_max last_max rms top1_equal top5_equal max_abs_ref nmse_db cosine kl"
+    names = (
+        "a b positions rows max_abs first_max last_max rms top1_equal top5_equal max_abs_ref "
+        "nmse_db cosine kl"
+    )
     assert " ".join(value["pairs"][1]) == " ".join(sorted(names.split()))
 
 
@@ -202,12 +208,23 @@ def test_clones_crops_and_resets_keep_to_the_sequence_or_not() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda t: replace(t, meta=replace(t.meta, fingerprint="e" * 64)), r"fingerprint is e{16}, expected f{16} as in "),
-        (lambda t: replace(t, arrays=dict(t.arrays) | {"logits": t.logits[:, :-1]}), r"vocabulary is 63, expected 64 as in "),
+        (
+            lambda t: replace(t, meta=replace(t.meta, fingerprint="e" * 64)),
+            r"fingerprint is e{16}, expected f{16} as in ",
+        ),
+        (
+            lambda t: replace(t, arrays=dict(t.arrays) | {"logits": t.logits[:, :-1]}),
+            r"vocabulary is 63, expected 64 as in ",
+        ),
         (lambda t: synthetic.rows(t, [0, 1, 1]), r"more than one row for position 1, expected one"),
         (lambda t: synthetic.rows(t, []), r"no position that .* has too"),
-        (lambda t: replace(t, meta=replace(t.meta, plan=synthetic.plans(23)["full"])), r"token at position 23 is None, expected 26 as in "),
-        (lambda t: replace(t, meta=replace(t.meta, plan=FULL)), r"token at position 3 is None, expected 6 as in .*plan digests "),
+        (
+            lambda t: replace(t, meta=replace(t.meta, plan=synthetic.plans(23)["full"])),
+            r"token at position 23 is None, expected 26 as in ",
+        ),
+        (lambda t: replace(t, meta=replace(t.meta, plan=FULL)), r"token at position 3 is None, "
+                                                                r"expected 6 as in .*plan "
+                                                                r"digests "),
         (lambda t: replace(t, meta=replace(t.meta, plan=Plan("x", (New("a"), Call("a", (3,), 4))))),
          r"step 1 is at index_pos 4, expected 0"),
     ],

@@ -170,12 +170,15 @@ def test_a_llama_of_another_dtype_than_was_said_is_refused(
 def test_the_process_is_left_as_it_was(answer: Path, folder_of: Callable[[str], Path]) -> None:
     code = (
         "import os, sys\n"
-        "def blas(): return sorted({l.split()[-1] for l in open('/proc/self/maps') if 'blas' in l or 'blis' in l})\n"
+        "def blas(): return sorted({l.split()[-1] for l in open('/proc/self/maps') if 'blas' in "
+        "l or 'blis' in l})\n"
         "import mlx.core as mx, numpy, mlxkv\n"
         f"model = mlxkv.load({str(folder_of('gqa'))!r}, dtype='float32')\n"
-        "before = dict(os.environ), mx.default_device(), blas() if sys.platform == 'linux' else []\n"
+        "before = dict(os.environ), mx.default_device(), blas() if sys.platform == 'linux' else "
+        "[]\n"
         f"mlxkv.testing.assert_agrees(model, {str(answer)!r})\n"
-        "assert before == (dict(os.environ), mx.default_device(), blas() if sys.platform == 'linux' else [])\n"
+        "assert before == (dict(os.environ), mx.default_device(), blas() if sys.platform == "
+        "'linux' else [])\n"
         "assert not {'torch', 'transformers', 'mlx_lm', 'matplotlib'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

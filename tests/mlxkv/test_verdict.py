@@ -1,4 +1,6 @@
-"""The verdict: a correct engine agrees, every fault is caught by its gate and at its place, and doubt is never a pass."""
+"""The verdict: a correct engine agrees, every fault is caught by its gate and at its place, and
+doubt is never a pass.
+"""
 
 from __future__ import annotations
 
@@ -470,7 +472,7 @@ def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None
 
 
 def bad_member(scale: float) -> Case:
-    """The held-out member is not what the others are, in its logits and in the stored errors alike."""
+    """The held-out member is unlike the others, in its logits and in the stored errors alike."""
     step = changed(CASE.references["step"], "logits", lambda a: a * np.float32(scale))
     error = step.logits.astype(np.float64) - CASE.truth.logits
     shift = error.mean(1)
@@ -690,7 +692,9 @@ def test_the_order_of_rows_in_a_trace_does_not_change_the_verdict(order: list[in
 
 
 def test_a_pool_far_below_one_ulp_does_not_make_a_correct_engine_doubtful() -> None:
-    """Flat models round less than one unit of their largest logit: the floor is then that unit, and sigma reads small."""
+    """Flat models round less than one unit of their largest logit: the floor is then that unit, and
+    sigma reads small.
+    """
     noise = 1e-7
     case = make_case(noise=noise)
     verdict = judge(case, make_candidates(case, size=noise), algebra=make_algebra(case))

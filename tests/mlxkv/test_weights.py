@@ -1,4 +1,6 @@
-"""A checkpoint's tensors -> parameters: bit for bit, whatever they were stored as, and none missing or left over."""
+"""A checkpoint's tensors -> parameters: bit for bit, whatever they were stored as, and none missing
+or left over.
+"""
 
 from __future__ import annotations
 
@@ -243,7 +245,9 @@ def test_a_tied_head_that_is_stored_again_must_be_the_same(tmp_path: Path) -> No
     )
     with pytest.raises(
         Refusal,
-        match=r"other/model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight though tie_word_embeddings is true; set it to false in config\.json if the head is its own, or take the head out$",
+        match=r"other/model\.safetensors: lm_head\.weight differs from "
+        r"model\.embed_tokens\.weight though tie_word_embeddings is true; set it to false "
+        r"in config\.json if the head is its own, or take the head out$",
     ):
         load(other)
 
@@ -281,8 +285,8 @@ def test_each_missing_tensor_is_refused_by_name(layout: str, tmp_path: Path) -> 
     for name in weights:
         message = refusal(tmp_path, config, {n: a for n, a in weights.items() if n != name})
         assert (
-            message
-            == f"{tmp_path}: tensor {name} is missing (1 in all); the weights do not fit config.json"
+            message == f"{tmp_path}: tensor {name} is missing (1 in all); the weights do not fit "
+            f"config.json"
         )
 
 
@@ -339,7 +343,8 @@ def test_a_head_dim_that_contradicts_the_tensors_is_refused(tmp_path: Path) -> N
 
     assert (
         message
-        == f"{tmp_path}: model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected [64, 32] by config.json"
+        == f"{tmp_path}: model.layers.0.self_attn.q_proj.weight has shape [32, 32], expected "
+        f"[64, 32] by config.json"
     )
 
 
@@ -363,7 +368,8 @@ def test_a_tensor_that_mlx_does_not_read_as_floats_is_refused(
 
     assert (
         message
-        == f"{tmp_path / 'model.safetensors'}: {name} is stored as {name_of}, expected one of F32, F16, BF16; save it in F32"
+        == f"{tmp_path / 'model.safetensors'}: {name} is stored as {name_of}, expected one of "
+        f"F32, F16, BF16; save it in F32"
     )
 
 

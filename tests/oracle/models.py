@@ -1,7 +1,7 @@
 """Tiny random Llamas as Hugging Face folders.
 
-q and k are scaled up, since with flat attention a wrong position would not show; embeddings are small, since otherwise a
-wrong eps would not.
+q and k are scaled up, since with flat attention a wrong position would not show; embeddings are
+small, since otherwise a wrong eps would not.
 """
 
 import json
@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Threads that spin while they wait make a busy machine many times slower; read when torch is imported.
+# Threads that spin while they wait make a busy machine many times slower; read when torch is
+# imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

@@ -1,9 +1,10 @@
-"""Tiny random models of other architectures than Llama, made by transformers; and as a program each with its run folder:
+"""Tiny random models of other architectures than Llama, made by transformers; and as a program each
+with its run folder:
 
 python tests/oracle/neighbours.py ROOM
 
-leaves ROOM/models/NAME and ROOM/runs/NAME. Queries and keys are scaled up, since with flat attention a wrong position would not
-show.
+leaves ROOM/models/NAME and ROOM/runs/NAME. Queries and keys are scaled up, since with flat
+attention a wrong position would not show.
 """
 
 import json
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Threads that spin while they wait make a busy machine many times slower; read when torch is imported.
+# Threads that spin while they wait make a busy machine many times slower; read when torch is
+# imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -35,7 +37,8 @@ SIZES |= {
     "eos_token_id": 2,
 }
 WIDE = {"head_dim": 12, "query_pre_attn_scalar": 12}
-# The class's name, and what it is told beside the sizes. "windowed" are models whose window is shorter than the sequence.
+# The class's name, and what it is told beside the sizes. "windowed" are models whose window is
+# shorter than the sequence.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
@@ -47,7 +50,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str, **changes: Any) -> Path:
-    """The folder of one model; `rope_theta` stands in its config also where older readers look for it."""
+    """The folder of one model; `rope_theta` stands in its config also where older readers look for
+    it.
+    """
     kind, extra = MODELS[name]
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**(SIZES | extra | changes))

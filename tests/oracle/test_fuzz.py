@@ -1,4 +1,5 @@
-"""Valid files, damaged at random: only a Refusal of one line may come out of any reader, whatever was done to the bytes.
+"""Valid files, damaged at random: only a Refusal of one line may come out of any reader, whatever
+was done to the bytes.
 
 MLXKV_FUZZ multiplies the number of cases.
 """

@@ -54,7 +54,9 @@ def weights(heads: int, kv_heads: int, *, tied: bool = True) -> dict[str, np.nda
 
 
 def stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """GGUF's name and rows: of each head of q and k, row 2i is the first half's row i, row 2i + 1 the second half's."""
+    """GGUF's name and rows: of each head of q and k, row 2i is the first half's row i, row 2i + 1
+    the second half's.
+    """
     if "q_proj" in name or "k_proj" in name:
         order = [
             h * HEAD + i + half * HEAD // 2

@@ -1,4 +1,6 @@
-"""candle's own error on its goldens, measured against the truth: the unit in which the port's distance from candle is judged."""
+"""candle's own error on its goldens, measured against the truth: the unit in which the port's
+distance from candle is judged.
+"""
 
 import json
 from pathlib import Path

@@ -14,7 +14,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """snapshot_download, which finds the local cache itself and gives an answer of ours for the network."""
+    """snapshot_download, which finds the local cache itself and gives an answer of ours for the
+    network.
+    """
 
     def __init__(self, answer: Path | Exception) -> None:
         from huggingface_hub import snapshot_download
@@ -103,13 +105,15 @@ def hub_error(name: str) -> Exception:
     [
         (
             "RepositoryNotFoundError",
-            "no such folder here, and the Hub has no such model (or a private one); check the spelling",
+            "no such folder here, and the Hub has no such model (or a private one); check the "
+            "spelling",
         ),
         ("GatedRepoError", "gives this model only to those it let in"),
         ("RevisionNotFoundError", "has this model but no revision 'v9' of it"),
         (
             "LocalEntryNotFoundError",
-            "(it cannot be reached, and its cache here lacks the model); check the spelling and the network",
+            "(it cannot be reached, and its cache here lacks the model); check the spelling and "
+            "the network",
         ),
         ("HFValidationError", "the Hub did not give it (404 Client Error Repository Not Found)"),
     ],

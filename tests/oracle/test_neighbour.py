@@ -1,4 +1,6 @@
-"""Other architectures than Llama: transformers' own class follows the plans, their mean stands where the truth would."""
+"""Other architectures than Llama: transformers' own class follows the plans, their mean stands
+where the truth would.
+"""
 
 import json
 import shutil
@@ -196,7 +198,8 @@ def test_half_precision_has_its_own_limits(copied, tmp_path):
         ),
         (
             {"rope_traditional": True},
-            "key 'rope_traditional' (True), which may change the logits, as Qwen2Config has no such field",
+            "key 'rope_traditional' (True), which may change the logits, as Qwen2Config has no "
+            "such field",
         ),
         (
             {"auto_map": {"AutoModelForCausalLM": "own.Model"}},
@@ -282,7 +285,8 @@ def test_what_is_only_known_of_a_llama_is_refused(copied, tmp_path):
     place = copied("phi3")
     with pytest.raises(
         Refusal,
-        match="model_type is 'phi3', expected 'llama'; judge mlx-lm on it with `mlxkv compare --engine mlx-lm`",
+        match="model_type is 'phi3', expected 'llama'; judge mlx-lm on it with `mlxkv compare "
+        "--engine mlx-lm`",
     ):
         require_llama(resolve(str(place)))
     with pytest.raises(Refusal, match=r"taps: 'q', expected some of hidden$"):

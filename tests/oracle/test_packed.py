@@ -1,4 +1,6 @@
-"""MLX's packed weights, without MLX: what the words mean, what the truth and the pool are given, and every refusal."""
+"""MLX's packed weights, without MLX: what the words mean, what the truth and the pool are given,
+and every refusal.
+"""
 
 import json
 import math
@@ -23,7 +25,8 @@ from oracle.truth import unpack as dequantise
 from oracle.truth.config import check_weights, config_of
 from oracle.truth.weights import DTYPES, Weights
 
-# By bits: words written by hand, and the numbers in them, whole. Numbers of 3, 5 and 6 bits lie across bytes and words.
+# By bits: words written by hand, and the numbers in them, whole. Numbers of 3, 5 and 6 bits lie
+# across bytes and words.
 WORDS: dict[int, tuple[list[int], list[int]]] = {
     2: ([0xE4E4E4E4, 0x0000001B], [0, 1, 2, 3] * 4 + [3, 2, 1, 0] + [0] * 12),
     3: ([0x88FAC688, 0xC688FAC6, 0xFAC688FA], [0, 1, 2, 3, 4, 5, 6, 7] * 4),
@@ -282,7 +285,8 @@ def test_the_fingerprint_is_of_the_words(tmp_path: Path) -> None:
         ({"group_size": 32}, "quantization: bits is None, expected one of"),
         (
             SAID | {"quantize_input": True},
-            "quantization: quantize_input is True, expected group_size, bits, mode or the name of a weight",
+            "quantization: quantize_input is True, expected group_size, bits, mode or the name "
+            "of a weight",
         ),
         (
             SAID | {"model.layers.9.mlp.up_proj": SAID},
@@ -312,7 +316,8 @@ def test_the_fingerprint_is_of_the_words(tmp_path: Path) -> None:
         ),
         (
             SAID | {"bits": 8},
-            "scales has shape [61, 2], expected [61, 1] beside model.embed_tokens.weight [61, 8] of 8 bits in groups",
+            "scales has shape [61, 2], expected [61, 1] beside model.embed_tokens.weight [61, 8] "
+            "of 8 bits in groups",
         ),
         (
             SAID | {"group_size": 64},
@@ -337,11 +342,13 @@ def test_what_config_json_may_not_say_is_refused_by_its_key(
     [
         (
             SAID | {"bits": 8},
-            "quantization_config says {'group_size': 32, 'bits': 8, 'mode': 'affine'}, expected {'group_size': 32, 'bits': 4",
+            "quantization_config says {'group_size': 32, 'bits': 8, 'mode': 'affine'}, expected "
+            "{'group_size': 32, 'bits': 4",
         ),
         (
             {"quant_method": "awq", "bits": 4},
-            "quantization_config says {'quant_method': 'awq', 'bits': 4}, expected {'group_size': 32",
+            "quantization_config says {'quant_method': 'awq', 'bits': 4}, expected "
+            "{'group_size': 32",
         ),
     ],
 )
@@ -427,7 +434,8 @@ def test_scales_of_which_config_json_says_nothing_are_refused_as_ever(tmp_path: 
     [
         (
             {"intermediate_size": 128},
-            "model.layers.0.mlp.gate_proj.weight has shape [96, 64] unpacked, expected [128, 64] as config.json says",
+            "model.layers.0.mlp.gate_proj.weight has shape [96, 64] unpacked, expected [128, 64] "
+            "as config.json says",
         ),
         ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
         ({"num_hidden_layers": 2}, "unknown tensor model.layers.2."),
@@ -484,5 +492,8 @@ def test_what_config_json_says_of_packed_weights_cannot_be_ignored(
 
 def test_packed_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     found = resolve(str(make(tmp_path / "m", packed_tensors(config_for()), model_type="qwen2")))
-    said = "quantization says that weights are packed, expected plain ones; of qwen2 no others can be judged"
+    said = (
+        "quantization says that weights are packed, expected plain ones; of qwen2 no others can "
+        "be judged"
+    )
     assert refusal(lambda: neighbour_of(found)) == f"{tmp_path / 'm' / 'config.json'}: {said}"

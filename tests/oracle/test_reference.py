@@ -1,4 +1,6 @@
-"""transformers' Llama as the reference: it follows every step of a plan, and says what it cannot express."""
+"""transformers' Llama as the reference: it follows every step of a plan, and says what it cannot
+express.
+"""
 
 import models
 import numpy as np
@@ -111,7 +113,8 @@ def test_after_a_reset_everything_is_as_on_a_fresh_cache(model):
 def test_a_position_other_than_the_caches_length_cannot_be_expressed(model):
     made = run(model, New("a"), Call("a", PROMPT), Call("a", (9,), 0), Call("a", (9,), 5))
     assert made.meta.outcomes[2].error == (
-        "cannot be expressed: index_pos 0 with 5 tokens cached, as transformers takes the position from its cache"
+        "cannot be expressed: index_pos 0 with 5 tokens cached, as transformers takes the "
+        "position from its cache"
     )
     assert made.meta.outcomes[3].error is None
     assert made.positions.tolist() == [0, 1, 2, 3, 4, 5]
@@ -208,7 +211,8 @@ def test_what_transformers_refuses_is_said_to_be_its_refusal(model, monkeypatch)
     monkeypatch.setattr(reference.LlamaForCausalLM, "from_pretrained", refuse)
     with pytest.raises(
         Refusal,
-        match=r"gqa: transformers \d\S* refuses this model \(The hidden size \(56\) is not a multiple",
+        match=r"gqa: transformers \d\S* refuses this model \(The hidden size \(56\) is not a "
+        r"multiple",
     ):
         reference.Reference(model.checkpoint)
 

@@ -1,4 +1,6 @@
-"""Every type of RoPE: the truth's frequencies against transformers' own, and whole models by the truth's second proof."""
+"""Every type of RoPE: the truth's frequencies against transformers' own, and whole models by the
+truth's second proof.
+"""
 
 import copy
 import dataclasses
@@ -59,7 +61,9 @@ SPELLINGS = ("rope_scaling", "rope_parameters", "outside")
 
 
 def described(scaling, spelling="rope_scaling"):
-    """A config.json of some spelling; so small a theta that so few pairs lie on both sides of every bound."""
+    """A config.json of some spelling; so small a theta that so few pairs lie on both sides of every
+    bound.
+    """
     scaling, outer = dict(scaling), {}
     if spelling == "outside" and "original_max_position_embeddings" in scaling:
         outer["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
@@ -203,7 +207,8 @@ def test_longrope_across_its_original_length_is_refused_with_both_numbers(
             chunks=chunks,
         )
     rest = (
-        "expected both on one side of 16, up to which longrope has short factors (transformers would change them in the middle); "
+        "expected both on one side of 16, up to which longrope has short factors (transformers "
+        "would change them in the middle); "
         "take a longer first chunk or fewer tokens"
     )
     assert str(caught.value) == f"tokens: {named}, {rest}"
@@ -222,7 +227,8 @@ def test_dynamic_beyond_the_model_is_refused_and_why(checkpoints, tmp_path):
     with pytest.raises(Refusal) as caught:
         ask(checkpoints["dynamic"], tmp_path, tokens=128, prompt=128, steps=3)
     expected = (
-        "tokens: 128 and 2 more, expected at most 128 (max_position_embeddings, beyond which dynamic RoPE has other frequencies at every "
+        "tokens: 128 and 2 more, expected at most 128 (max_position_embeddings, beyond which "
+        "dynamic RoPE has other frequencies at every "
         "length, and cached keys differ from uncached ones); take fewer steps"
     )
     assert str(caught.value) == expected

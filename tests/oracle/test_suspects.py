@@ -1,4 +1,6 @@
-"""The usual suspects: which there are for a config, and that each is the truth of a model with that very mistake."""
+"""The usual suspects: which there are for a config, and that each is the truth of a model with that
+very mistake.
+"""
 
 import json
 
@@ -101,7 +103,8 @@ def test_suspects_are_named_in_words():
         "rms_norm_eps-1e-6": "rms_norm_eps 1e-6 instead of 1e-5",
         "rms_norm_eps-1e-8": "rms_norm_eps 1e-8 instead of 1e-5",
         "interleaved": "interleaved RoPE: pairs (2i, 2i + 1) turned instead of split halves",
-        "paired-rows": "q and k rows of each head in the order 0, head_dim / 2, 1, ... of Meta's and GGUF files, not undone",
+        "paired-rows": "q and k rows of each head in the order 0, head_dim / 2, 1, ... of Meta's "
+        "and GGUF files, not undone",
         "scaling-lost": "RoPE scaling lost: the type is default",
         "rope-lost": "RoPE lost whole: type default, and rope_theta 10000 instead of 500000",
         "head-tied": "lm_head tied to the embedding, its own weights lost",

@@ -159,7 +159,8 @@ def test_a_doubled_first_token_is_said_and_kept(
     assert tokenizer.encode("<|endoftext|>The") == [0, 0, 504]
     assert (
         tokenizer.warning
-        == "prompt: begins with <|endoftext|> twice (the text has it and the tokenizer adds it); both are kept"
+        == "prompt: begins with <|endoftext|> twice (the text has it and the tokenizer adds it); "
+        "both are kept"
     )
     assert tokenizer.encode("The") == [0, 504]
     assert tokenizer.warning is None
