@@ -140,5 +140,5 @@ def test_odd_metadata_of_the_floors_is_refused(meta: dict[str, Any]) -> None:
             refused = str(error)
         else:
             assert found.to_json() == sound()[0].pool.to_json() | meta
-            continue
+            return
         assert refused.startswith(f"{path}: ")

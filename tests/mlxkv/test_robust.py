@@ -321,6 +321,6 @@ def test_an_mlx_without_its_backend_names_the_extra_that_brings_it(
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(
         Refusal,
-        match=r"installed without its backend \(libmlx.so: .*\); pip install .* '\.\[port\]' in a clone",
+        match=r"installed without its backend \(libmlx.so: .*\); pip install .* '\.\[port\]'",
     ):
         machine.require_mlx()
