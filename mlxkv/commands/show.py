@@ -77,11 +77,8 @@ def inspect(named: Named, *, as_json: bool) -> str:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    from mlxkv.port.config.keys import IGNORED
-
     found, words = checkpoint.tensors.values(), tokenizer.load(checkpoint.folder)
-    # What ends a text is no part of a comparison, and is told here by itself.
-    ends, ignored = sorted(checkpoint.eos_ids), sorted({*IGNORED} - {"eos_token_id"})
+    ends = sorted(checkpoint.eos_ids)
     return {
         "model": checkpoint.name,
         "source": checkpoint.source,
@@ -95,7 +92,6 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "has_tokenizer": words is not None,
         "eos_token_ids": ends,
         "eos_tokens": [words.token_text(id) for id in ends] if words else [],
-        "ignored_keys": {key: IGNORED[key] for key in ignored if key in checkpoint.config},
     }
 
 
@@ -104,13 +100,16 @@ def _of_config(config: LlamaConfig) -> dict[str, Any]:
     from mlxkv.port.rope import span
 
     sizes, usual = asdict(config), asdict(Rope(theta=0.0))
-    rope, filled, notes = (sizes.pop(name) for name in ("rope", "defaults", "notes"))
+    names = ("rope", "defaults", "ignored", "notes")
+    rope, filled, ignored, notes = (sizes.pop(name) for name in names)
     rows = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return sizes | {
         "rope": {k: v for k, v in rope.items() if k == "rope_type" or v != usual[k]},
         "rope_table_shape": [span(config), config.head_dim // 2],
         "cache_bytes_per_token": {dtype: rows * size for dtype, size in SIZES.items()},
         "filled_in": dict(filled),
+        # What ends a text is no part of a comparison; `eos_token_ids` says it.
+        "ignored_keys": {key: why for key, why in sorted(ignored) if key != "eos_token_id"},
         "notes": list(notes),
     }
 

@@ -83,6 +83,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Keys that a Llama may carry only with one of these values, or null: they change nothing."""
 
+NEUTRAL = "changes nothing at this value; another is refused"
+"""The reason why a key of HARMLESS is ignored."""
+
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 """What transformers takes where the key is absent; null says nothing that could be followed."""
 

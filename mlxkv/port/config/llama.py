@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.port.config.keys import DEFAULTS, HARMLESS, IGNORED, KNOWN, SIZES, USED, is_one_of
+from mlxkv.port.config.keys import (
+    DEFAULTS,
+    HARMLESS,
+    IGNORED,
+    KNOWN,
+    NEUTRAL,
+    SIZES,
+    USED,
+    is_one_of,
+)
 from mlxkv.port.config.rope import Rope, read_rope
 from mlxkv.port.config.values import ConfigError, Values
 from oracle.model.safetensors import read_object
@@ -20,7 +29,7 @@ from oracle.model.safetensors import read_object
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
-OF_READING = ("defaults", "notes")
+OF_READING = ("defaults", "ignored", "notes")
 """The fields of a LlamaConfig that say how it was read; nothing is computed from them."""
 
 
@@ -28,8 +37,8 @@ OF_READING = ("defaults", "notes")
 class LlamaConfig:
     """The shape of a Llama.
 
-    `defaults` are the values filled in for absent keys, `notes` say which keys were ignored that a
-    reader might miss, and why.
+    `defaults` are the values filled in for keys that are absent or null, `ignored` the other keys
+    that change nothing, each with the reason, and `notes` say what of both a reader might miss.
     """
 
     hidden_size: int
@@ -46,6 +55,7 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     defaults: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+    ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -102,8 +112,11 @@ def _check_keys(values: Values) -> None:
             if value is not None and not is_one_of(value, HARMLESS[key]):
                 expected = f"{HARMLESS[key][0]} (another value changes the model)"
                 raise values.error(key, expected, value)
-        elif key == "sliding_window" and value is not None:
-            values.remarks.append(f"{key} {value!r:.40} ignored: {IGNORED[key]}")
+            values.ignored[key] = NEUTRAL
+        elif key in IGNORED:
+            values.ignored[key] = IGNORED[key]
+            if key == "sliding_window" and value is not None:
+                values.remarks.append(f"{key} {value!r:.40} ignored: {IGNORED[key]}")
 
 
 def _read(values: Values) -> LlamaConfig:
@@ -131,6 +144,7 @@ def _read(values: Values) -> LlamaConfig:
         attention_bias=values.flag("attention_bias"),
         mlp_bias=values.flag("mlp_bias"),
         defaults=tuple(values.defaults),
+        ignored=tuple(values.ignored.items()),
         notes=tuple(values.remarks),
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxkv.port.config.keys import NEUTRAL
 from mlxkv.port.config.values import Values
 
 ORIGINAL = "original_max_position_embeddings"
@@ -83,12 +84,14 @@ class Rope:
 def read_rope(values: Values, *, max_positions: int, head_dim: int) -> Rope:
     """The Rope of a config.json, or a ConfigError that names the key."""
     old, new = values.object("rope_scaling"), values.object("rope_parameters")
+    _place(values, {"rope_scaling": old, "rope_parameters": new})
     theta = _theta(values, old, new)
     named = [part.get(name) for part in (new, old) for name in _TYPE]
     rope_type, scaling = values.agreed("rope_type", *named), _merged(values, old, new)
     rope_type = "default" if rope_type is None else rope_type
     if not isinstance(rope_type, str) or rope_type not in KEYS:
-        raise values.error("rope_type", f"one of {', '.join(KEYS)}", rope_type)
+        spelled = next(n for part in (new, old) for n in _TYPE if part.get(n) is not None)
+        raise values.error(spelled, f"one of {', '.join(KEYS)}", rope_type)
     outer = values.value.get(ORIGINAL)
     if outer is not None:
         scaling[ORIGINAL] = values.agreed(ORIGINAL, outer, scaling.get(ORIGINAL))
@@ -96,8 +99,34 @@ def read_rope(values: Values, *, max_positions: int, head_dim: int) -> Rope:
         unset = (value is None and key in _KNOWN) or (value is False and key == "truncate")
         if key not in KEYS[rope_type] and not unset:
             raise values.error(key, f"no such key for rope_type {rope_type}", value)
+    _ignore(values, {"rope_scaling": old, "rope_parameters": new}, rope_type)
     read = _scaled(values, scaling, rope_type, max_positions, head_dim // 2)
     return _require_sense(values, Rope(theta, rope_type, **read))
+
+
+def _place(values: Values, objects: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tells `values` where RoPE's keys stand; one that is missing belongs to an object that is."""
+    there = {name: part for name, part in objects.items() if part}
+    places = {key: f"{name}.{key}" for name in there for key in _KNOWN}
+    for name, part in there.items():
+        for key, value in part.items():
+            if value is not None or key not in places:
+                places[key] = f"{name}.{key}"
+            if value is None:
+                values.nulls |= {f"{name}.{key}"} | ({key} & (_KNOWN - {ORIGINAL}))
+    outer = {key for key in ("rope_theta", ORIGINAL) if values.value.get(key) is not None}
+    values.places = {key: place for key, place in places.items() if key not in outer}
+
+
+def _ignore(values: Values, objects: Mapping[str, Mapping[str, Any]], rope_type: str) -> None:
+    """Lists the keys inside the objects that nothing is computed from, each with the reason."""
+    unread = f"says nothing at this value; rope_type {rope_type} does not read it"
+    for name, part in objects.items():
+        for key in part:
+            if key in _KNOWN and key not in KEYS[rope_type]:
+                values.ignored[f"{name}.{key}"] = unread
+            elif key in _IGNORED or key == _PARTIAL:
+                values.ignored[f"{name}.{key}"] = _IGNORED.get(key, NEUTRAL)
 
 
 def _theta(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
@@ -108,6 +137,9 @@ def _theta(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> fl
         found = f"{theta!r} in rope_parameters alone"
         raise values.refusal("rope_theta", "it beside rope_scaling", found)
     theta = values.filled("rope_theta", 10000.0) if theta is None else theta
+    for name, part in (("rope_scaling", old), ("rope_parameters", new)):
+        if "rope_theta" in part and part["rope_theta"] is None:
+            values.filled(f"{name}.rope_theta", theta)
     return values.number("rope_theta", theta, above=1.0)
 
 
@@ -121,7 +153,9 @@ def _merged(values: Values, old: Mapping[str, Any], new: Mapping[str, Any]) -> d
         ours = {k: v for k, v in part.items() if k not in (*_TYPE, "rope_theta", *_IGNORED)}
         partial = ours.pop(_PARTIAL, None)
         if partial is not None and (isinstance(partial, bool) or partial != 1):
-            raise values.error(_PARTIAL, "1.0 (another value changes the model)", partial)
+            raise values.error(
+                f"{where}.{_PARTIAL}", "1.0 (another value changes the model)", partial
+            )
         # null leaves most keys to transformers, but two of them it takes for values.
         ours = {k: v for k, v in ours.items() if v is not None or k not in _KNOWN - _NULL_COUNTS}
         if ours and all(part.get(name) is None for name in _TYPE):
@@ -151,7 +185,8 @@ def _scaled(
             case "short_factor" | "long_factor":
                 if not isinstance(value, list) or len(value) != pairs:
                     got = f"{len(value)} of them" if isinstance(value, list) else repr(value)
-                    raise values.refusal(key, f"a list of {pairs} numbers, head_dim / 2", got)
+                    expected = f"a list of {pairs} numbers, head_dim / 2"
+                    raise values.refusal(values.place(key), expected, got)
                 return tuple(number(key, one, above=1e-6) for one in value)
             case "original_max_position_embeddings":
                 if key not in scaling and rope_type != "llama3":

@@ -5,6 +5,7 @@ Each refusal names the file, the key, what was expected and what was found.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,19 @@ class ConfigError(Refusal):
 
 
 class Values:
-    """A config.json's object; collects the defaults filled in, and remarks on what was ignored."""
+    """A config.json's object; collects how it was read.
+
+    `defaults` are filled in, `ignored` gives a reason by key, `remarks` are for a reader. `places`
+    are the dotted names of keys that stand in an inner object, `nulls` the keys that are null.
+    """
 
     def __init__(self, value: Mapping[str, Any], where: str) -> None:
         self.value, self.where = value, where
         self.defaults: list[tuple[str, Any]] = []
+        self.ignored: dict[str, str] = {}
         self.remarks: list[str] = []
+        self.places: dict[str, str] = {}
+        self.nulls = {key for key, entry in value.items() if entry is None}
 
     def get(self, key: str) -> Any:
         """The value, or the one that is filled in where the key is absent."""
@@ -34,8 +42,10 @@ class Values:
         return self.value.get(key)
 
     def filled(self, key: str, value: Any) -> Any:
-        """The value that transformers takes too where the key is absent; it is remembered."""
+        """The value that transformers takes too where the key is absent or null; remembered."""
         self.defaults.append((key, value))
+        if key in self.nulls:
+            self.remarks.append(f"{key} null counts as absent: {json.dumps(value)} filled in")
         return value
 
     def size(self, key: str, *, most: int, default: int | None = None) -> int:
@@ -92,7 +102,11 @@ class Values:
         return given[0] if given else None
 
     def error(self, key: str, expected: str, found: Any) -> ConfigError:
-        return self.refusal(key, expected, repr(found)[:120])
+        return self.refusal(self.place(key), expected, repr(found)[:120])
+
+    def place(self, key: str) -> str:
+        """The key as a refusal names it: with the object that it stands in."""
+        return self.places.get(key, key)
 
     def refusal(self, key: str, expected: str, found: str, *, remedy: str = "") -> ConfigError:
         what = f"expected {expected}, got {found[:160]}"
