@@ -33,8 +33,10 @@ from mlxkv.port.config.keys import HARMLESS, IGNORED, USED
 from mlxkv.port.config.llama import ConfigError, LlamaConfig, Rope
 from mlxkv.port.config.rope import KEYS
 from oracle.formats.errors import Refusal
+from oracle.truth import config as truth
 from oracle.truth.config import read_config
 
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = sorted({"type", "rope_type", "rope_theta"}.union(*KEYS.values()))
 
 
@@ -319,6 +321,64 @@ def test_no_key_is_both_used_and_left_alone() -> None:
     assert len({*USED, *IGNORED, *HARMLESS}) == len(USED) + len(IGNORED) + len(HARMLESS)
 
 
+EVERY_KEY = sorted({*config_cases.BASE, *config_cases.DUMP, *USED, *IGNORED, *HARMLESS, "x"})
+
+
+@given(key=st.sampled_from(EVERY_KEY), value=st.deferred(lambda: ODD))
+@settings(max_examples=400, deadline=500)
+def test_every_key_is_used_or_listed_as_ignored_or_refused_by_name(key: str, value: Any) -> None:
+    found = read_or_refused(config_cases.made({key: value}))
+
+    if isinstance(found, str):
+        assert key in found or key in ROPE_OBJECTS
+    else:
+        listed = dict(found.ignored)
+        assert (key in listed) is (key not in USED), key
+        assert all(len(reason) > 10 for reason in listed.values())
+
+
+@pytest.mark.parametrize("key", config_cases.DUMP)
+def test_every_key_of_a_whole_dump_is_used_or_listed_as_ignored(key: str) -> None:
+    found = LlamaConfig.from_json(config_cases.made(config_cases.DUMP))
+
+    assert (key in dict(found.ignored)) is (key not in USED)
+
+
+@pytest.mark.parametrize("value", ["is_causal", "is_decoder", "pruned_heads", "architectures"])
+def test_a_key_that_is_null_is_listed_as_ignored_too(value: str) -> None:
+    assert value in dict(LlamaConfig.from_json(config_cases.made({value: None})).ignored)
+
+
+def test_both_readers_know_the_same_keys() -> None:
+    ignored = {key for keys in truth.IGNORED.values() for key in keys.split()}
+    known = {*truth._USED, *truth._NEUTRAL, *ignored}
+
+    assert known == {*USED, *IGNORED, *HARMLESS}
+    assert len(known) == len(truth._USED) + len(truth._NEUTRAL) + len(ignored)
+
+
+NULLS = {
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": 12,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("key", NULLS)
+def test_a_null_is_filled_in_and_that_is_said(key: str) -> None:
+    found = LlamaConfig.from_json(config_cases.made({key: None}))
+    absent = LlamaConfig.from_json(config_cases.made({key: ...}))
+
+    assert (found, found.defaults) == (absent, absent.defaults)
+    assert (key, NULLS[key]) in found.defaults
+    said = f"{key} null counts as absent: {json.dumps(NULLS[key])} filled in"
+    assert (found.notes, absent.notes) == ((said,), ())
+
+
 def test_no_key_is_ignored_but_those_listed_here_and_each_for_a_reason() -> None:
     assert sorted(IGNORED) == IGNORED_KEYS.split()
     assert all(len(reason) > 10 for reason in IGNORED.values())
@@ -364,10 +424,9 @@ def test_a_partial_rotation_is_refused() -> None:
             f"model), got {value!r}"
         )
         assert refusal(SMOLLM2, partial_rotary_factor=value) == expected
-        assert (
-            refusal(SMOLLM2, rope_scaling={"type": "default", "partial_rotary_factor": value})
-            == expected
-        )
+        inner = {"type": "default", "partial_rotary_factor": value}
+        expected = expected.replace("config.json: ", "config.json: rope_scaling.")
+        assert refusal(SMOLLM2, rope_scaling=inner) == expected
 
 
 def test_an_encoder_decoder_is_refused() -> None:

@@ -19,10 +19,11 @@ from mlxkv.port.config.llama import Rope
 def test_a_wrong_theta_is_refused_by_name_wherever_it_stands(key: str, value: Any) -> None:
     config = SMOLLM2 | {"rope_theta": ...}
     given = value if key == "rope_theta" else {"rope_theta": value, "rope_type": "default"}
+    named = key if key == "rope_theta" else f"{key}.rope_theta"
 
     assert (
         refusal(config, **{key: given})
-        == f"config.json: rope_theta: expected a number above 1, got {value!r}"
+        == f"config.json: {named}: expected a number above 1, got {value!r}"
     )
 
 
@@ -51,6 +52,30 @@ def test_an_absent_theta_is_that_of_transformers_and_that_is_said(value: Any) ->
 def test_plain_rope_however_it_is_spelled(changes: dict[str, Any]) -> None:
     assert read(SMOLLM2, **changes) == read(SMOLLM2)
     assert read(SMOLLM2, **changes).notes == ()
+
+
+@pytest.mark.parametrize("outer", [100000, None, ...])
+def test_a_null_theta_in_an_object_is_filled_in_and_that_is_said(outer: Any) -> None:
+    found = read(SMOLLM2, rope_theta=outer, rope_parameters={"rope_theta": None})
+    theta = float(outer) if isinstance(outer, int) else 10000.0
+
+    assert found.rope == Rope(theta)
+    assert ("rope_parameters.rope_theta", theta) in found.defaults
+    said = "rope_parameters.rope_theta null counts as absent: "
+    assert [note for note in found.notes if note.startswith(said)]
+    assert [note for note in found.notes if note.startswith("rope_theta")] == (
+        ["rope_theta null counts as absent: 10000.0 filled in"] if outer is None else []
+    )
+
+
+def test_what_a_type_of_rope_does_not_read_is_listed_as_ignored() -> None:
+    unread = {"low_freq_factor": None, "finetuned": True, "partial_rotary_factor": 1.0}
+    scaling = {"type": "yarn", "factor": 4.0, "beta_fast": None}
+    found = read(SMOLLM2, rope_scaling=scaling | unread)
+
+    names = {key for key, _ in found.ignored if key.startswith("rope_scaling.")}
+    assert names == {f"rope_scaling.{key}" for key in unread}
+    assert found.notes == ("beta_fast null counts as absent: 32.0 filled in",)
 
 
 TYPES = "default, linear, dynamic, llama3, yarn, longrope"
@@ -97,12 +122,34 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
-            f"rope_type: expected one of {TYPES}, got 'proportional'",
+            f"rope_scaling.rope_type: expected one of {TYPES}, got 'proportional'",
         ),
-        ({"rope_scaling": {"type": "foo"}}, f"rope_type: expected one of {TYPES}, got 'foo'"),
+        (
+            {"rope_scaling": {"type": "foo"}},
+            f"rope_scaling.type: expected one of {TYPES}, got 'foo'",
+        ),
+        (
+            {"rope_theta": ..., "rope_parameters": {"rope_type": 8}},
+            f"rope_parameters.rope_type: expected one of {TYPES}, got 8",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_parameters.factor: expected a number from 1, got None",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "wobble": None}},
+            "rope_parameters.wobble: expected no such key for rope_type linear, got None",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 0,
+            },
+            "original_max_position_embeddings: expected a whole number from 1, got 0",
+        ),
         (
             {"rope_scaling": {"type": ["linear"], "factor": 4.0}},
-            f"rope_type: expected one of {TYPES}, got ['linear']",
+            f"rope_scaling.type: expected one of {TYPES}, got ['linear']",
         ),
         (
             {
@@ -138,22 +185,26 @@ def test_llama3_however_it_is_spelled(changes: dict[str, Any]) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "default", "factor": 4.0}},
-            "factor: expected no such key for rope_type default, got 4.0",
+            "rope_scaling.factor: expected no such key for rope_type default, got 4.0",
         ),
         (
             {"rope_scaling": LLAMA3 | {"attention_factor": 1.1}},
-            "attention_factor: expected no such key for rope_type llama3, got 1.1",
+            "rope_scaling.attention_factor: expected no such key for rope_type llama3, got 1.1",
         ),
         ({"rope_scaling": "llama3"}, "rope_scaling: expected a JSON object or null, got 'llama3'"),
         ({"rope_parameters": [8]}, "rope_parameters: expected a JSON object or null, got [8]"),
-        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor: expected a number from 1, got 0.5"),
+        (
+            {"rope_scaling": LLAMA3 | {"factor": 0.5}},
+            "rope_scaling.factor: expected a number from 1, got 0.5",
+        ),
         (
             {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
-            "low_freq_factor: expected a number below high_freq_factor 4.0, got 4.0",
+            "rope_scaling.low_freq_factor: expected a number below high_freq_factor 4.0, got 4.0",
         ),
         (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192.5}},
-            "original_max_position_embeddings: expected a whole number from 1, got 8192.5",
+            "rope_scaling.original_max_position_embeddings: expected a whole number from 1, got "
+            "8192.5",
         ),
     ],
 )
@@ -173,10 +224,8 @@ def test_every_number_of_llama3_must_be_there_and_positive(key: str, value: Any)
         "factor": "a number from 1",
         "original_max_position_embeddings": "a whole number from 1",
     }
-    assert (
-        refusal(LLAMA32_1B, rope_scaling=scaling)
-        == f"config.json: {key}: expected {kinds.get(key, 'a number above 0')}, got {shown}"
-    )
+    expected = f"rope_scaling.{key}: expected {kinds.get(key, 'a number above 0')}, got {shown}"
+    assert refusal(LLAMA32_1B, rope_scaling=scaling) == f"config.json: {expected}"
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
@@ -192,11 +241,13 @@ def test_linear_and_dynamic_have_a_factor_and_nothing_else(rope_type: str) -> No
     assert read(SMOLLM2, rope_scaling=old, rope_parameters=new).rope == expected
     assert (
         refusal(SMOLLM2, rope_scaling={"type": rope_type})
-        == "config.json: factor: expected a number from 1, got None"
+        == "config.json: rope_scaling.factor: expected a number from 1, got None"
     )
     plain = read(SMOLLM2, rope_scaling=old)
     for key in ("original_max_position_embeddings", "beta_fast", "x"):
-        expected_line = f"config.json: {key}: expected no such key for rope_type {rope_type}, got "
+        expected_line = (
+            f"config.json: rope_scaling.{key}: expected no such key for rope_type {rope_type}, got "
+        )
         for value in (4096, False):
             assert refusal(SMOLLM2, rope_scaling=old | {key: value}) == f"{expected_line}{value}"
         if key != "x":
@@ -267,7 +318,7 @@ def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
 def test_a_wrong_value_of_yarn_is_refused_by_name(key: str, value: Any, expected: str) -> None:
     assert (
         refusal(SMOLLM2, rope_scaling=Y | {key: value})
-        == f"config.json: {key}: expected {expected}, got {value!r}"
+        == f"config.json: rope_scaling.{key}: expected {expected}, got {value!r}"
     )
 
 
@@ -315,7 +366,7 @@ def test_longrope_has_two_lists_and_works_out_its_factor() -> None:
 def test_a_wrong_value_of_longrope_is_refused_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
-    assert refusal(SMOLLM2, rope_scaling=L | changes) == f"config.json: {message}"
+    assert refusal(SMOLLM2, rope_scaling=L | changes) == f"config.json: rope_scaling.{message}"
 
 
 WHOLE: dict[str, dict[str, Any]] = {

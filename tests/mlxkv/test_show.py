@@ -193,6 +193,21 @@ def test_inspect_gives_plain_keys_and_numbers(model: Model) -> None:
     assert "ignored          torch_dtype: weights are cast to the run's dtype" in lines
 
 
+def test_inspect_lists_every_key_that_is_ignored_and_every_null_that_is_filled_in(
+    model: Model,
+) -> None:
+    odd = {"is_causal": None, "is_decoder": True, "pruned_heads": {}, "add_cross_attention": False}
+    folder = model(sentencepiece, mlp_bias=None, **odd)
+    value = json.loads(mlxkv("inspect", folder, "--json").stdout)
+    assert odd.keys() <= value["ignored_keys"].keys()
+    note = "mlp_bias null counts as absent: false filled in"
+    assert (value["filled_in"]["mlp_bias"], value["notes"]) == (False, [note])
+    lines = mlxkv("inspect", folder).stdout.splitlines()
+    assert f"note             {note}" in lines
+    for key in odd:
+        assert f"ignored          {key}: changes nothing at this value; another is refused" in lines
+
+
 def test_doctor_gives_the_same_facts_as_json() -> None:
     text, done = mlxkv("doctor").stdout, mlxkv("doctor", "--json")
     value = json.loads(done.stdout)

@@ -113,7 +113,7 @@ def _place(values: Values, objects: Mapping[str, Mapping[str, Any]]) -> None:
             if value is not None or key not in places:
                 places[key] = f"{name}.{key}"
             if value is None:
-                values.nulls |= {f"{name}.{key}"} | ({key} & (_KNOWN - {ORIGINAL}))
+                values.nulls |= {f"{name}.{key}"} | ({key} & _KNOWN - {ORIGINAL})
     outer = {key for key in ("rope_theta", ORIGINAL) if values.value.get(key) is not None}
     values.places = {key: place for key, place in places.items() if key not in outer}
 
