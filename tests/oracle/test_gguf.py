@@ -451,10 +451,10 @@ def test_a_shard_that_is_not_its_set_is_refused_by_what_is_missing(tmp_path: Pat
     beside = "shard 1 of 2, expected tiny-00002-of-00002.gguf beside it"
     assert refused(first) == f"{first}: {beside}; {remedy}"
     alone = tmp_path / "other.gguf"
-    said = "is shard 1 (from 0) of 2 by its metadata, expected 0 of 1 by its name"
+    said = "is shard 2 of 2 by its metadata, expected 1 of 1 by its name"
     assert refused(alone) == f"{alone}: {said}; {remedy}"
     second.write_bytes(first.read_bytes())
-    assert f"{second}: is shard 0 (from 0) of 2 by its metadata, expected 1 of 2" in refused(first)
+    assert f"{second}: is shard 1 of 2 by its metadata, expected 2 of 2" in refused(first)
 
 
 def test_another_architecture_or_tensor_is_refused_by_name(tmp_path: Path) -> None:
