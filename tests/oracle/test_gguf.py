@@ -461,8 +461,10 @@ def test_another_architecture_or_tensor_is_refused_by_name(tmp_path: Path) -> No
     path = write(tmp_path / "q.gguf", weights(4, 2), architecture="qwen2")
     assert "general.architecture is 'qwen2', expected 'llama'" in refused(path)
     bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
-    assert "missing tensor blk.0.attn_k.bias (of 7), expected a Llama's 28" in refused(
-        write(tmp_path / "b.gguf", weights(4, 2), extra=bias)
+    found = refused(write(tmp_path / "b.gguf", weights(4, 2), extra=bias))
+    assert "missing tensor blk.0.attn_k.bias (of 7), expected a Llama's 28" in found
+    assert found.endswith(
+        "; it has biases in a part of its projections only, which no Llama has; it cannot be run"
     )
     headless = {n: a for n, a in weights(4, 2).items() if n != "model.embed_tokens.weight"}
     assert "no token_embd.weight of two axes" in refused(write(tmp_path / "h.gguf", headless))
