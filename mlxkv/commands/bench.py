@@ -60,6 +60,7 @@ def run(request: Request, *, as_json: bool) -> str:
     machine.require_device(request.device)
     machine.require_mlx_lm()
     checkpoint = request.checkpoint(steps())
+    _require_room(checkpoint, request)
     turns = f"{request.rounds} turns of each engine at {len(request.prefill)} lengths"
     say(f"bench: {turns} on {checkpoint.name}, after both have loaded it")
     measured, environment = speeds(checkpoint, request)
@@ -68,6 +69,18 @@ def run(request: Request, *, as_json: bool) -> str:
     found = [asdict(speed) | {"ratio": speed.ratio} for speed in measured]
     value = {"format": "mlxkv-bench/1", "environment": environment, "speeds": found}
     return json.dumps(value, indent=1) + "\n"
+
+
+def _require_room(checkpoint: Checkpoint, request: Request) -> None:
+    """Refuses turns that are longer than the model's sequences."""
+    longest, most = max(request.prefill), checkpoint.max_positions
+    if longest + request.decode > most:
+        raise Refusal(
+            f"{longest} tokens and {request.decode} after them, expected at most {most} in all "
+            f"(max_position_embeddings of {checkpoint.name})",
+            where=f"--prefill {longest} --decode {request.decode}",
+            remedy="give smaller ones",
+        )
 
 
 def speeds(checkpoint: Checkpoint, request: Request) -> tuple[list[Speed], dict[str, Any]]:
@@ -79,7 +92,7 @@ def speeds(checkpoint: Checkpoint, request: Request) -> tuple[list[Speed], dict[
         workers = first, second
         environment = _ask(first, "environment")
         for worker in workers:
-            _ask(worker, [min(lengths), 2])  # the first calls of a process are slower
+            _ask(worker, [min(lengths), min(2, decode)])  # the first calls of a process are slower
         with bar("bench", len(lengths) * rounds * 2) as advance:
             for length in [length for length in lengths for _ in range(rounds)]:
                 for engine, worker in enumerate(workers):

@@ -66,10 +66,13 @@ def _greedy(port: Llama, ids: list[int], steps: int, ends: frozenset[int]) -> It
 
 
 def inspect(named: Named, *, as_json: bool) -> str:
+    """A model's facts; a Refusal for one that cannot be run, as of the commands that run it."""
     from mlxkv.port.config.llama import LlamaConfig
+    from mlxkv.port.stored import require_usable
 
     checkpoint = named.checkpoint(progress.steps())
     config = LlamaConfig.of(checkpoint)
+    require_usable(checkpoint, tied=config.tie_word_embeddings)
     facts = _of_checkpoint(checkpoint) | _of_config(config)
     if as_json:
         return json.dumps({"format": "mlxkv-inspect/1"} | facts, indent=1) + "\n"

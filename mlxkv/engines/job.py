@@ -101,7 +101,8 @@ class Job:
         One that runs aside of another says nothing unless it fails.
         """
         kept = self.out / "stderr.txt" if aside else None
-        return Process([module, str(self.save())], stderr=kept)
+        file = os.path.basename(self.custom)
+        return Process([module, str(self.save())], stderr=kept, file=file)
 
     def end(self, process: Process) -> Finished:
         """Waits for the process's end; raises what `Process.wait` does."""

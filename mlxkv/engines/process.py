@@ -48,11 +48,16 @@ class Process:
         *,
         stderr: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        file: str = "",
     ) -> None:
+        """`file` is the FILE.py:load that the process executes, if it is a person's own."""
         self.debug = bool(os.environ.get(DEBUG))
         self.environment = {PARENT: str(os.getpid()), **(environment or {})}
         self.environment |= {"PYTHONUNBUFFERED": "1"} if self.debug else {}
-        self.name = arguments[0]
+        self.name, self.cause = arguments[0], "it is a fault of ours"
+        if file:
+            more = "" if self.debug else "; run again with --debug to see what it prints"
+            self.name, self.cause = file, f"the file ends its own process{more}"
         self.command = child.command(*arguments)
         self.kept = None if self.debug else stderr
         self.popen: subprocess.Popen[bytes] | None = None
@@ -77,7 +82,7 @@ class Process:
             raise Refusal(
                 f"its process {died}, expected a result",
                 where=self.name,
-                remedy="there may be too little memory, or it is a fault of ours",
+                remedy=f"there may be too little memory, or {self.cause}",
             )
         # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -158,6 +158,8 @@ def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 def _read_meta(file: BinaryIO) -> dict[str, Any]:
     """The metadata, of which nothing is known but that it is a JSON object."""
     begin = file.read(8)
+    if not begin:
+        raise _Unfit(f"is empty, expected {FORMAT}")
     length = int.from_bytes(begin, "little")
     text = file.read(length) if 2 <= length <= _MOST_HEADER else b""
     try:

@@ -13,12 +13,9 @@ from mlxkv.port import ops
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.packed import install, unpacked
+from mlxkv.port.stored import require_floats, require_same_head, weights_of
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, resolve
-
-STORED = ("F32", "F16", "BF16")
-"""What MLX reads as floats; it reads no F64. Integers are weights only where the checkpoint says
-how they are packed."""
 
 
 def load(
@@ -123,11 +120,10 @@ def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Refuses a tensor that is missing, left over, of another shape, or of a dtype MLX lacks."""
     where = checkpoint.folder
-    # Old checkpoints keep RoPE's frequencies; a tied head may be stored once more.
-    found = {n for n in checkpoint.weights if not n.endswith("rotary_emb.inv_freq")}
+    found = set(weights_of(checkpoint))  # a tied head may be stored once more
     if tied:
         found -= {"lm_head.weight"}
-        _check_head(checkpoint)
+        require_same_head(checkpoint)
     missing, more = sorted(set(expected) - found), sorted(found - set(expected))
     if missing:
         what, remedy = f"tensor {missing[0]} is missing", "the weights do not fit config.json"
@@ -136,29 +132,12 @@ def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, t
         what = f"tensor {more[0]} is not part of this Llama ({len(more)} such)"
         raise Refusal(what, where=where, remedy="see config.json")
     for name, shape in expected.items():
-        found_shape, stored = checkpoint.weights[name], checkpoint.tensors[name].dtype
+        found_shape = checkpoint.weights[name]
         if found_shape != shape:
             how = f"{list(found_shape)}{' unpacked' if name in checkpoint.packed else ''}"
             what = f"{name} has shape {how}, expected {list(shape)} by config.json"
             raise Refusal(what, where=where)
-        if stored not in STORED and name not in checkpoint.packed:
-            what = f"{name} is stored as {stored}, expected one of {', '.join(STORED)}"
-            raise Refusal(what, where=checkpoint.tensors[name].file, remedy="save it in F32")
-
-
-def _check_head(checkpoint: Checkpoint) -> None:
-    """Refuses a head that is stored beside the embedding that it is tied to, and is not the same.
-
-    Which of the two would count differs by engine.
-    """
-    tensors, hashes = checkpoint.tensors, checkpoint.hashes
-    for part in ("weight", "scales", "biases"):
-        head, tied_to = f"lm_head.{part}", f"model.embed_tokens.{part}"
-        pair = [(tensors[n].dtype, hashes[n]) for n in (head, tied_to) if n in tensors]
-        if head in tensors and (len(pair) < 2 or pair[0] != pair[1]):
-            what = f"{head} differs from {tied_to} though tie_word_embeddings is true"
-            remedy = "set it to false in config.json if the head is its own, or take the head out"
-            raise Refusal(what, where=tensors[head].file, remedy=remedy)
+        require_floats(checkpoint, name)
 
 
 __all__ = ["ConfigError", "from_checkpoint", "load"]

@@ -91,7 +91,8 @@ class Checkpoint:
         """The ids that end a text, by config.json and generation_config.json together."""
         path = self.folder / "generation_config.json"
         generation = safetensors.read_object(path) if os.path.exists(path) else {}
-        return _eos_of(self.config, self.where) | _eos_of(generation, path)
+        pairs = (self.config, self.where), (generation, path)
+        return frozenset().union(*(_eos_of(of, where, self.vocab_size) for of, where in pairs))
 
     def _whole(self, key: str) -> int:
         value = self.config.get(key)
@@ -101,11 +102,16 @@ class Checkpoint:
         return value
 
 
-def _eos_of(config: Mapping[str, Any], where: object) -> frozenset[int]:
+def _eos_of(config: Mapping[str, Any], where: object, vocab: int) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(id) is int for id in ids):
         what = f"eos_token_id is {brief(value)}, expected a token id or a list of them"
+        raise Refusal(what, where=where, remedy="correct it")
+    if beyond := [id for id in ids if not 0 <= id < vocab]:
+        what = (
+            f"eos_token_id is {brief(beyond[0])}, expected 0 to {vocab - 1}, the vocabulary's ids"
+        )
         raise Refusal(what, where=where, remedy="correct it")
     return frozenset(ids)
 

@@ -60,8 +60,9 @@ def read(path: Path) -> Gguf:
     for i, file in enumerate(files):
         number, count = file.metadata.get("split.no", 0), file.metadata.get("split.count", 1)
         if (number, count) != (i, len(files)):
-            said = f"is shard {brief(number)} (from 0) of {brief(count)} by its metadata"
-            what = f"{said}, expected {i} of {len(files)} by its name"
+            number = number + 1 if isinstance(number, int) else number  # names count from 1
+            what = f"is shard {brief(number)} of {brief(count)} by its metadata"
+            what += f", expected {i + 1} of {len(files)} by its name"
             raise Refusal(what, where=file.path, remedy=_ALL)
         for name in sorted(file.tensors.keys() & tensors.keys()):
             what = f"holds {name} as another shard does, expected it once"

@@ -268,7 +268,11 @@ def _require_exactly(gguf: Gguf, targets: dict[str, _Target]) -> None:
     if odd:
         how = "unknown" if odd[0] in gguf.tensors else "missing"
         what = f"{how} tensor {odd[0]} (of {len(odd)}), expected a Llama's {len(targets)}"
-        raise Refusal(what, where=gguf.path, remedy="give a Llama model")
+        partly = how == "missing" and _BIAS.fullmatch(odd[0])
+        why = (
+            "it has biases in a part of its projections only, which no Llama has; it cannot be run"
+        )
+        raise Refusal(what, where=gguf.path, remedy=why if partly else "give a Llama model")
     for name, target in targets.items():
         shape = gguf.tensors[name][0]
         if shape != target.shape:

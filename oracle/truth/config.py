@@ -306,5 +306,4 @@ def require_plain(name: str, dtype: str, where: object) -> None:
     """Refuses a stored dtype that the oracle does not compute with."""
     if dtype not in STORED:
         what = f"{name} is {dtype}, expected {', '.join(STORED)}"
-        remedy = "quantised weights cannot be run"
-        raise Refusal(what, where=where, remedy="save it in F32" if dtype == "F64" else remedy)
+        raise Refusal(what, where=where, remedy="save it in F32")

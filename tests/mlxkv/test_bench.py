@@ -6,8 +6,11 @@ import json
 import time
 from pathlib import Path
 
+import models
 import pytest
-from command import mlxkv
+from command import mlxkv, refused
+
+from mlxkv.commands import bench
 
 MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "gqa"
 
@@ -35,3 +38,15 @@ def test_speeds_are_tokens_over_seconds_and_ratios_the_ports_over_mlx_lms() -> N
         for speed, tokens in zip(speeds, (8, 2, 16, 2), strict=True)
     )
     assert sum(seconds) < passed
+
+
+def test_turns_longer_than_the_model_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = models.config("gqa", max_position_embeddings=64)
+    folder = models.save(tmp_path / "short", config, models.weights(config))
+    done = mlxkv("bench", folder, "--prefill", "63", "--decode", "1", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(bench, "speeds", lambda *_: pytest.fail("it runs"))
+    done = mlxkv("bench", folder, "--prefill", "8,61", "--decode", "4")
+    refused(done, "error: --prefill 61 --decode 4: 61 tokens and 4 after them, expected at most 64")

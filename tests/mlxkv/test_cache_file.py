@@ -485,6 +485,8 @@ def test_11_what_is_no_cache_file_is_refused(
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("a text that is no cache")
     empty.write_bytes(b"")
+    short = tmp_path / "short"
+    short.write_bytes(b"\x40")
 
     theirs, archive = tmp_path / "prompt.safetensors", tmp_path / "model.pt"
     rows = {"0.0": mx.zeros((1, 2, 3, 8)), "0.1": mx.zeros((1, 2, 3, 8))}
@@ -509,8 +511,10 @@ def test_11_what_is_no_cache_file_is_refused(
             f"Cache.save wrote"
         )
     assert re.fullmatch(
-        r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again", refusal(empty, model_of())
+        r"not a whole mlxkv-cache/1 file \(.*\); save or copy it again", refusal(short, model_of())
     )
+    says = "is empty, expected mlxkv-cache/1; save or copy it again"
+    assert refusal(empty, model_of()) == says
     assert (
         refusal(tmp_path / "none", model_of())
         == "cannot be read (No such file or directory); check the path"

@@ -329,6 +329,13 @@ def test_on_the_command_line_a_fault_of_the_file_is_one_line_and_exit_code_2(
     refused(done, line.replace(MORE, "; run again with --debug to see more"))
     assert "chatter" not in done.stderr + done.stdout
 
+    mine = written(tmp_path, (HEAD, "import os; os._exit(7)"))
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    ended = "its process ended with exit code 7, expected a result; there may be too little memory"
+    why = "the file ends its own process; run again with --debug to see what it prints"
+    refused(done, f"mine.py:load: {ended}, or {why}")
+
+    mine = written(tmp_path, (HEAD, "print('chatter')\n        return x.nothing"))
     done = compare(
         "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--debug"
     )

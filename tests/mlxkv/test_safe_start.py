@@ -208,3 +208,18 @@ def test_code_outside_its_environment_is_said_without_the_owners_name(
     ):
         monkeypatch.setitem(sys.modules, "mlx_lm", SimpleNamespace(__file__=str(file)))  # type: ignore[arg-type]
         assert machine.place("mlx_lm") == found
+
+
+def test_another_oracle_is_run_by_pythons_own_rule_where_readme_says_so(trap: Trap) -> None:
+    site = trap.root / "site"
+    plant(site, trap.root / "marks", ("oracle.py",))
+    path = os.pathsep.join([str(site), str(PACKAGES)])
+    for command in (trap.script("oracle"), child.command("oracle")):
+        assert trap.run(*command, "show", "nothing", PYTHONPATH=path).returncode == 1
+        assert trap.marks == ["oracle.py"]
+        (trap.root / "marks" / "oracle.py").unlink()
+    # Without PYTHONPATH's help, only `python -m` looks into the working folder.
+    assert trap.run(sys.executable, "-m", "oracle", PYTHONPATH=str(PACKAGES)).returncode == 1
+    assert trap.marks == ["oracle.py"]
+    readme = (PACKAGES / "README.md").read_text()
+    assert "An `oracle.py` of somebody else's on `PYTHONPATH` is what `mlxkv-oracle`" in readme

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 from command import mlxkv, refused
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -234,3 +235,20 @@ def test_reports_show_the_space_before_a_continuation(model: Model, tmp_path: Pa
     prompt = words.encode("the cat")
     after = words.decode([*prompt, *ids])[len(words.decode(prompt)) :]
     assert generated.split("`")[1] == quoted(after)
+
+
+def test_inspect_refuses_weights_that_no_command_would_run(tmp_path: Path) -> None:
+    config = models.config("mha")
+    weights = models.weights(config)
+    up = "model.layers.0.mlp.up_proj.weight"
+    for name, changed, says in (
+        ("wide", {up: weights[up].astype(np.float64)}, f"{up} is stored as F64, expected one of"),
+        (
+            "head",
+            {"lm_head.weight": weights["model.embed_tokens.weight"] + 1},
+            "lm_head.weight differs from model.embed_tokens.weight",
+        ),
+    ):
+        folder = models.save(tmp_path / name, config, weights | changed)
+        for how in ((), ("--json",)):
+            refused(mlxkv("inspect", folder, *how), says)

@@ -437,7 +437,7 @@ def test_importing_costs_no_library() -> None:
 def test_a_text_ends_by_both_files(
     tmp_path: Path, config: dict[str, object], generation: object, ids: list[int]
 ) -> None:
-    folder = folder_of(tmp_path / "m", config=CONFIG | config)
+    folder = folder_of(tmp_path / "m", config=CONFIG | {"vocab_size": 256} | config)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     assert resolve(str(folder)).eos_ids == frozenset(ids)
@@ -452,6 +452,21 @@ def test_an_odd_end_of_text_is_refused_by_its_file(tmp_path: Path, odd: object, 
     found = resolve(str(folder))
     expected = "expected a token id or a list of them; correct it"
     assert refusal(lambda: found.eos_ids) == f"{path}: eos_token_id is {odd!r}, {expected}"
+
+
+@pytest.mark.parametrize("beyond", [-1, 256])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_text_outside_the_vocabulary_is_refused_by_its_file(
+    tmp_path: Path, beyond: int, name: str
+) -> None:
+    sized = CONFIG | {"vocab_size": 256}
+    folder = folder_of(tmp_path / "m", config=sized)
+    path = folder / name
+    given = {"eos_token_id": [255, beyond]}
+    path.write_text(json.dumps((sized if name == "config.json" else {}) | given))
+    found = resolve(str(folder))
+    expected = "expected 0 to 255, the vocabulary's ids; correct it"
+    assert refusal(lambda: found.eos_ids) == f"{path}: eos_token_id is {beyond}, {expected}"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "float64"])

@@ -595,7 +595,14 @@ def test_the_weights_must_be_those_of_the_config(tmp_path):
                 good | {gate: good[gate][:-1].clone()},
                 f"{gate} has shape [71, 48], expected [72, 48]",
             ),
-            (good | {gate: good[gate].char()}, f"{gate} is I8, expected F32, BF16, F16"),
+            (
+                good | {gate: good[gate].char()},
+                f"{gate} is I8, expected F32, BF16, F16; save it in F32",
+            ),
+            (
+                good | {gate: good[gate].long()},
+                f"{gate} is I64, expected F32, BF16, F16; save it in F32",
+            ),
         ]
     ):
         checkpoint = resolve(str(models.write(tmp_path / str(i), config, tensors)))

@@ -451,18 +451,20 @@ def test_a_shard_that_is_not_its_set_is_refused_by_what_is_missing(tmp_path: Pat
     beside = "shard 1 of 2, expected tiny-00002-of-00002.gguf beside it"
     assert refused(first) == f"{first}: {beside}; {remedy}"
     alone = tmp_path / "other.gguf"
-    said = "is shard 1 (from 0) of 2 by its metadata, expected 0 of 1 by its name"
+    said = "is shard 2 of 2 by its metadata, expected 1 of 1 by its name"
     assert refused(alone) == f"{alone}: {said}; {remedy}"
     second.write_bytes(first.read_bytes())
-    assert f"{second}: is shard 0 (from 0) of 2 by its metadata, expected 1 of 2" in refused(first)
+    assert f"{second}: is shard 1 of 2 by its metadata, expected 2 of 2" in refused(first)
 
 
 def test_another_architecture_or_tensor_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "q.gguf", weights(4, 2), architecture="qwen2")
     assert "general.architecture is 'qwen2', expected 'llama'" in refused(path)
     bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
-    assert "missing tensor blk.0.attn_k.bias (of 7), expected a Llama's 28" in refused(
-        write(tmp_path / "b.gguf", weights(4, 2), extra=bias)
+    found = refused(write(tmp_path / "b.gguf", weights(4, 2), extra=bias))
+    assert "missing tensor blk.0.attn_k.bias (of 7), expected a Llama's 28" in found
+    assert found.endswith(
+        "; it has biases in a part of its projections only, which no Llama has; it cannot be run"
     )
     headless = {n: a for n, a in weights(4, 2).items() if n != "model.embed_tokens.weight"}
     assert "no token_embd.weight of two axes" in refused(write(tmp_path / "h.gguf", headless))
