@@ -260,6 +260,8 @@ def _run(asked: dict[str, object], streams: list[int]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # The server may have been started where interrupts are ignored, as in a job's background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
