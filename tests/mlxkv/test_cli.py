@@ -765,7 +765,8 @@ def test_an_unknown_key_is_refused_until_it_is_ignored_and_then_that_is_shown(
         mlxkv(*command, "--ignore-key", "head_dim", env=env), "head_dim", "the model depends on it"
     )
     for other in (["inspect"], ["bench", "--prefill", "4", "--decode", "2"]):
-        refused(mlxkv(*other, odd, "--ignore-key", "head_dim", env=env), "head_dim", "depends on it")
+        done = mlxkv(*other, odd, "--ignore-key", "head_dim", env=env)
+        refused(done, "head_dim", "depends on it")
 
 
 def test_dynamic_rope_beyond_the_model_is_refused_and_why(tmp_path: Path) -> None:
