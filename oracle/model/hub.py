@@ -39,7 +39,9 @@ def _interruptible(model: str, revision: str | None) -> Path | Exception:
     found: list[Path | Exception] = []
     thread = threading.Thread(target=lambda: found.append(_snapshot(model, revision)), daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        # Not for ever: a signal that comes just before a wait without end would not be seen in it.
+        thread.join(0.2)
     return found[0]
 
 
