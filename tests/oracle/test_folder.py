@@ -314,7 +314,7 @@ def rehashed(path, name):
         (lambda m: {"proofs": {}}, "proof truth_agreement is None"),
     ],
 )
-def test_a_manifest_that_says_something_else_is_refusal(copy, change, named):
+def test_a_manifest_that_says_something_else_is_refused(copy, change, named):
     edited(copy, **change(run_folder.read_manifest(copy)))
     assert named in refusal(folder.check, copy)
 
