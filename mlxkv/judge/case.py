@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats import contents
+from oracle.formats.run_folder import Manifest, Pool
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Trace, read
+from oracle.formats.trace import Trace
 
 CACHE = "a"
 """The name that judged plans give their one cache."""
@@ -48,7 +49,11 @@ class Case:
     @property
     def held_out(self) -> str:
         """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.pool.kinds[-1]}-step"
+        return self.kept("step")
+
+    def kept(self, plan: str) -> str:
+        """The member whose run of a plan is kept: that of the last kind of attention."""
+        return f"{self.pool.kinds[-1]}-{plan}"
 
     @property
     def rows(self) -> list[int]:
@@ -61,13 +66,8 @@ class Case:
 
 
 def read_case(folder: Path) -> Case:
-    """The oracle folder, its arrays mapped into memory; a Refusal if one is missing or damaged."""
-    manifest = read_manifest(folder)
-    pool, floors = read_floors(folder / FLOORS)
-    plans = [
-        name.removeprefix("reference-").removesuffix(".safetensors")
-        for name in sorted(manifest.files)
-        if name.startswith("reference-")
-    ]
-    references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
-    return Case(manifest, read(folder / manifest.measure), references, pool, floors)
+    """The oracle folder, its arrays mapped; a Refusal where a file is missing, damaged or not of
+    the same run as the others.
+    """
+    found = contents.read(folder)
+    return Case(found.manifest, found.measure, found.references, found.pool, found.floors)

@@ -88,10 +88,6 @@ FLOOR_MOST = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 # read 18 and 22 there. The report says whether 1.001 would have been seen.
 CONTROL_SCALE = {"float32": 1.001, "float16": 1.1, "bfloat16": 2.0}
 
-# Between a member's stored errors and those measured again. Both are sums of the same float64
-# numbers in another order, and read 3e-15.
-STORED = 1e-3
-
 # Members that are not bitwise equal to another one: 5 of 5 in float32, 3 in bfloat16.
 DISTINCT_LEAST = 3
 

@@ -1,0 +1,158 @@
+"""Whether the stored errors of a run folder can be those of its pool.
+
+The judge makes its noise floor of these errors, so errors that are stored too large let a wrong
+engine pass. Where the folder keeps a member's run, its errors are measured again and must be those
+stored. The other members are bounded by the kept ones. What all of them read together is bounded
+by the float32 parts of transformers' `.double()`, which stand in the folder as a proof: they pass
+through the same weights, and grow as the pool's errors do where a model amplifies rounding.
+
+Both the oracle and the judge ask here; each brings its own measurements. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oracle.formats.run_folder import Manifest, Pool
+from oracle.formats.tensors import Array
+
+Errors = Mapping[str, Array]
+"""One run's errors: rms, shift and peak (rows,), keys and values (layers, K, n)."""
+
+# Between stored errors and those measured again, relative to the largest of a row of positions.
+# Both are sums of the same float64 numbers, in another order on another machine: 3e-15.
+STORED = 1e-3
+
+# Members without a kept run, over the largest of the kept ones within NEAR positions: at one
+# position, and rms over all. 150 pools of SmolLM2, of random Llamas (width 48 to 2048, 2 to 40
+# layers, weights of std 0.02 to 3, 1 to 100 tokens, three dtypes) and of neighbours read at most
+# 3.0 at one position and 2.1 over all (1.9 and 1.2 on SmolLM2). Beyond them is one pool only: two
+# layers of std 3 in bfloat16, 24 and 3.3, where rounding decides which key attention picks. Two of
+# five members as wide as these limits allow widen a floor by 4.0 at one position, 2.1 over all.
+BESIDE, BESIDE_ALL = 6.0, 3.0
+NEAR = 8
+
+# What the pool reads, rms over max |T|, in ulps of the run's dtype, over `transformers_double` in
+# ulps of float32. Each reads, by the models above and tokens:
+#   SmolLM2, float32, 8 to 40        floor 1.2 to 2.2   ratio 1.2 to 3.0
+#   width 64 to 256, std 0.02 to 0.3       0.2 to 2.9         2.0 to 4.3
+#   width 1024 and 2048, 24                3.3 and 4.9        3.9 and 4.6
+#   40 layers of std 0.3, 2 to 100         3.8 to 33          2.2 to 4.2
+#   2 layers of std 1 and 3, 2 to 100      0.9 to 12          2.5 to 5.9
+#   float16 and bfloat16                   0.1 to 14          0.4 to 2.3
+# The floor alone tells little, the ratio a lot. A pool with products in bfloat16 reads 4e3.
+AMPLIFIED = 30.0
+"""Above this the pool is noisier than its dtype."""
+
+_EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_PROOFS = {True: ("transformers_double", "truth_max"), False: ("mean_double", "mean_max")}
+# Of the proof, in ulps: a model without rounding errors is none, and nothing is divided by 0.
+_LEAST = 1e-2
+_FIRST = 32  # The proof looks at so many positions.
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A measured value that must not be above its limit; NaN is."""
+
+    name: str
+    quantity: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.value <= self.limit)
+
+
+def checks(
+    manifest: Manifest,
+    pool: Pool,
+    floors: Mapping[str, Array],
+    again: Mapping[str, Errors],
+    *,
+    largest: float,
+    positions: Array,
+) -> tuple[Check, ...]:
+    """What must hold of a pool's `floors`, of shapes that fit.
+
+    `again` are the errors of the members whose runs are kept, measured anew, by member; `cached`
+    (rows,) among a step's errors is how far that run is from the full one. `largest` is max |T|,
+    and `positions` (rows,) are those of the truth's rows.
+    """
+    proof, most = _PROOFS[manifest.has_truth]
+    others = [name for name in pool.members if name not in again]
+    at_one, over_all = _beside(pool, floors, others)
+    beside = float(np.max([at_one / BESIDE, over_all / BESIDE_ALL]))
+    off = _off(pool, floors, again)
+    off[f"{most} in the manifest"] = abs(_number(manifest.proofs.get(most)) / largest - 1)
+    worst = max(off, key=lambda name: (np.isnan(off[name]), off[name]))
+    read = _read(floors, positions) / largest / _EPS[manifest.dtype]
+    parts = max(_number(manifest.proofs.get(proof)) / _EPS["float32"], _LEAST)
+    kept = "stored errors of the kept runs" if off[worst] <= STORED else f"stored {worst}"
+    return (
+        Check(kept, "part off", off[worst], STORED),
+        Check(f"{' and '.join(others) or 'no run'} beside them", "part of the limit", beside, 1.0),
+        Check("noise of the pool", f"ratio to {proof}", read / parts, AMPLIFIED),
+    )
+
+
+def _off(pool: Pool, floors: Mapping[str, Array], again: Mapping[str, Errors]) -> dict[str, float]:
+    """How far the stored errors are from those measured again."""
+    off = {}
+    for member, errors in again.items():
+        for name, found in errors.items():
+            among = [f"{kind}-step" for kind in pool.kinds] if name == "cached" else pool.members
+            off[f"{name} of {member}"] = _apart(floors[name][among.index(member)], found)
+    return off
+
+
+def _apart(stored: Array, found: Array) -> float:
+    """The largest difference, relative to the largest value over the positions, the last axis."""
+    off = np.abs(np.asarray(stored, np.float64) - found)
+    return float(
+        _over(off, np.abs(found).max(axis=-1, keepdims=True, initial=0.0)).max(initial=0.0)
+    )
+
+
+def _beside(pool: Pool, floors: Mapping[str, Array], others: Sequence[str]) -> tuple[float, float]:
+    """The errors of `others` over the kept members' largest nearby: at one position, over all."""
+    at = [pool.members.index(name) for name in others]
+    kept = [i for i in range(len(pool.members)) if i not in at]
+    found = {
+        name: (np.abs(floors[name][at]), np.abs(floors[name][kept]).max(axis=0))
+        for name in ("rms", "shift", "peak", "keys", "values")
+    }
+    # What a run with a cache and one without are apart is no more than what both are off.
+    cached = np.asarray(floors["cached"])
+    found["cached"] = cached[:-1], np.maximum(cached[-1], found["rms"][1])
+    ratios = [_over(mine, _near(of)) for mine, of in found.values()]
+    at_one = [x.max(initial=0.0) for x in ratios]
+    over_all = [np.sqrt(np.mean(x * x, axis=-1)).max(initial=0.0) for x in ratios]
+    return float(np.max(at_one)), float(np.max(over_all))
+
+
+def _near(values: Array) -> Array:
+    """(..., rows): the largest within NEAR rows."""
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(NEAR, NEAR)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEAR + 1, axis=-1)
+    return np.asarray(windows.max(axis=-1))
+
+
+def _over(part: Array, whole: Array) -> Array:
+    """Their ratio, 0 where there is no part."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where(part == 0, 0.0, part / whole))
+
+
+def _read(floors: Mapping[str, Array], positions: Array) -> float:
+    """The rms error of all members at the positions that the proof looks at."""
+    rms = np.asarray(floors["rms"])[:, np.asarray(positions) < _FIRST]
+    return float(np.sqrt(np.mean(rms * rms)))
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
