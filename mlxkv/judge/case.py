@@ -13,8 +13,10 @@ from oracle.formats.trace import Trace, read
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
-ORDER = ("full", "step", "prefixes", "chunked")
+ORDER = ("full", "step", "prefixes", "chunked", "mixed")
 """The judged plans, in the order in which they are shown."""
+UNREFERENCED = ("prefixes", "mixed")
+"""Those of which an oracle folder keeps no run of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,19 @@ class Case:
 
     @property
     def held_out(self) -> str:
-        """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.pool.kinds[-1]}-step"
+        """The member whose logits are kept as a reference: of the last kind of attention."""
+        return f"{self.pool.kinds[-1]}-{self.cached}"
+
+    @property
+    def cached(self) -> str:
+        """The plan whose cache is judged: step, or chunked where the folder has no step."""
+        return "step" if "step" in self.manifest.plans else "chunked"
 
     @property
     def rows(self) -> list[int]:
-        """The positions that the tables show: from the prompt's last token on."""
-        return list(range(self.manifest.prompt_tokens - 1, self.length))
+        """The positions that the tables show: of the truth's from the prompt's last token on."""
+        first = self.manifest.prompt_tokens - 1
+        return [position for position in self.truth.positions.tolist() if position >= first]
 
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""

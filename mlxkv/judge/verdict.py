@@ -110,7 +110,7 @@ def _gates(
     for plan, run in measures.items():
         gates += logit_gates(yardstick, plan, run)
         doubts += _too_near(yardstick, plan, run)
-    of_cache, odd = cache_gates(yardstick, runs.get("step"))
+    of_cache, odd = cache_gates(yardstick, runs.get(yardstick.case.cached))
     doubts = engine_reasons([*runs.values(), *exact.values()]) + doubts + odd
     return [*gates, cached_gate(yardstick, runs), *of_cache], doubts
 
@@ -126,7 +126,7 @@ def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
     if case.manifest.dtype != "float32" or not case.has_truth:
         return []
     with np.errstate(divide="ignore", invalid="ignore"):
-        sigma = pooled(run.rms / yardstick.floors.pool[run.positions])
+        sigma = pooled(run.rms / yardstick.floors.pool[run.rows])
     if not sigma < limits.SIGMA_LEAST:
         return []
     return [
