@@ -68,6 +68,15 @@ class Case:
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The probe: an oracle folder of its own, and the engine's runs of its plans, as in `judge`."""
+
+    case: Case
+    candidates: Mapping[str, Trace]
+    algebra: Mapping[str, Trace]
+
+
 def read_case(folder: Path) -> Case:
     """The oracle folder, its arrays mapped into memory; a Refusal if one is missing or damaged."""
     manifest = read_manifest(folder)

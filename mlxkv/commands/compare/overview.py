@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
-from mlxkv.report.phrases import Side, cause, sentence
+from mlxkv.report.phrases import Side, sentence, unseen
 from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side
 
 _GATES = {
@@ -34,6 +34,7 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
         "",
         *columns(_HEAD, rows, left={0, 6}),
         "",
+        *([line] if (line := unseen(prompts.longest)) else []),
         f"{sentence_on_all(prompts)}; of {n} prompts the worst is {prompts.worst}",
         f"report: {report}",
     ]
@@ -65,9 +66,8 @@ def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]
 def _cells(verdict: Verdict) -> list[str]:
     """tokens, the gates' values (a dash where one did not run), the verdict."""
     values = {gate.name: gate_cells(gate)[2] for gate in verdict.worst}
-    found = cause(verdict)
     return [
         str(len(verdict.subject.tokens)),
         *(values.get(name, "-") for name in _GATES),
-        sentence(verdict) + (f"; {found}" if found else ""),
+        sentence(verdict),
     ]
