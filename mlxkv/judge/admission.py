@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mlxkv.judge.case import CACHE, ORDER, UNREFERENCED, Case
+from mlxkv.judge.case import CACHE, ORDER, Case
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan
+from oracle.formats.plan import WITHOUT_REFERENCE, Plan
 from oracle.formats.run_folder import FLOORS, Manifest
 from oracle.formats.trace import Trace
 
@@ -121,7 +121,7 @@ def case_reasons(case: Case) -> list[str]:
     reasons += [
         f"oracle folder: no reference-{name}, expected one for each plan"
         for name in wanted
-        if name not in UNREFERENCED and name not in case.references
+        if name not in WITHOUT_REFERENCE and name not in case.references
     ]
     if dtype not in DTYPES:
         reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")

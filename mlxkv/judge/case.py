@@ -15,8 +15,6 @@ CACHE = "a"
 
 ORDER = ("full", "step", "prefixes", "chunked", "mixed")
 """The judged plans, in the order in which they are shown."""
-UNREFERENCED = ("prefixes", "mixed")
-"""Those of which an oracle folder keeps no run of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,8 @@ class Case:
 
     @property
     def cached(self) -> str:
-        """The plan whose cache is judged: step, or chunked where the folder has no step."""
-        return "step" if "step" in self.manifest.plans else "chunked"
+        """The plan whose cache is judged: step, which the probe has not."""
+        return "chunked" if self.manifest.probe else "step"
 
     @property
     def rows(self) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxkv.judge.case import CACHE
 from mlxkv.judge.measure import Bools, beside, blocks, rows_of
-from mlxkv.judge.result import Gate, GateName
+from mlxkv.judge.result import GateName
 from mlxkv.judge.sequence import Judged
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace

@@ -23,15 +23,15 @@ def repeat_gates(
     yardstick: Yardstick, runs: Mapping[str, Trace], repeats: Mapping[str, Trace]
 ) -> tuple[list[Gate], list[str]]:
     """The gate of each plan that was followed twice, and what leaves the verdict open."""
-    gates, reasons = [], []
+    gates, reasons = list[Gate](), list[str]()
     for plan in (plan for plan in runs if plan in repeats):
-        first, again = runs[plan], repeats[plan]
-        odd = _apart(first, again)
+        run, again = runs[plan], repeats[plan]
+        odd = _apart(run, again)
         reasons += [f"{again.label}: {line}; follow the plan twice in one process" for line in odd]
         if odd:
             continue
-        gate = _bitwise if _deterministic(first) and _deterministic(again) else _within
-        gates.append(gate(yardstick, plan, first, again))
+        gate = _bitwise if _deterministic(run) and _deterministic(again) else _within
+        gates.append(gate(yardstick, plan, run, again))
     return gates, reasons
 
 
@@ -58,15 +58,15 @@ def _apart(first: Trace, again: Trace) -> list[str]:
     return [f"{name} has another shape or dtype than in the first run" for name in found[:1]]
 
 
-def _bitwise(yardstick: Yardstick, plan: str, first: Trace, again: Trace) -> Gate:
+def _bitwise(yardstick: Yardstick, plan: str, run: Trace, again: Trace) -> Gate:
     """How many positions have a row of logits, keys or values that is not the same; none may."""
-    at, rows, others = measure.beside(first, again)
+    at, rows, others = measure.beside(run, again)
     wrong = set[int]()
-    for part in measure.blocks(len(at), first.logits.shape[1]):
-        unlike = _unlike(first.logits[rows[part]], again.logits[others[part]])
+    for part in measure.blocks(len(at), run.logits.shape[1]):
+        unlike = _unlike(run.logits[rows[part]], again.logits[others[part]])
         wrong.update(at[part][unlike.any(axis=-1)].tolist())
-    for name in (name for name in first.arrays if name.startswith("kv/")):
-        unlike = _unlike(first.arrays[name], again.arrays[name])
+    for name in (name for name in run.arrays if name.startswith("kv/")):
+        unlike = _unlike(run.arrays[name], again.arrays[name])
         wrong.update(np.flatnonzero(unlike.any(axis=(0, -1))).tolist())
     first = min(wrong, default=None)
     text = yardstick.case.text(first) if first is not None else None
@@ -79,15 +79,13 @@ def _unlike(a: Array, b: Array) -> Bools:
     return np.asarray(a.view(whole) != b.view(whole))
 
 
-def _within(yardstick: Yardstick, plan: str, first: Trace, again: Trace) -> Gate:
+def _within(yardstick: Yardstick, plan: str, run: Trace, again: Trace) -> Gate:
     """The worst rms of the two runs' difference, in the floors of cached against uncached."""
-    at, rms = measure.difference(first, again)
-    held = np.isin(at, yardstick.case.truth.positions)
-    rows = measure.rows_of(yardstick.case.truth, at[held].tolist())
-    ratios = rms[held] / yardstick.floors.cached[rows]
-    worst, above = int(np.argmax(ratios)), at[held][~(ratios <= limits.CACHED)]
-    position, first = int(at[held][worst]), int(above[0]) if len(above) else None
-    text = yardstick.case.text(position)
-    return Gate(
-        GateName.REPEAT, plan, float(ratios[worst]), limits.CACHED, position, text, first=first
-    )
+    at, rms = measure.difference(run, again)
+    held, truth = np.isin(at, yardstick.case.truth.positions), yardstick.case.truth
+    at = at[held]
+    ratios = rms[held] / yardstick.floors.cached[measure.rows_of(truth, at.tolist())]
+    worst, above = int(np.argmax(ratios)), at[~(ratios <= limits.CACHED)]
+    position, first = int(at[worst]), int(above[0]) if len(above) else None
+    value, text = float(ratios[worst]), yardstick.case.text(position)
+    return Gate(GateName.REPEAT, plan, value, limits.CACHED, position, text, first=first)

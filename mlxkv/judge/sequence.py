@@ -53,8 +53,8 @@ class Judged:
 
         A number that is not finite is wrong, whatever measures it; and so is one that changes.
         """
-        always = (GateName.FINITE, GateName.REPEAT)
-        return any(g.failed and (g.name in always or self.trusted.covers(g.scope)) for g in self.gates)
+        always, covers = (GateName.FINITE, GateName.REPEAT), self.trusted.covers
+        return any(g.failed and (g.name in always or covers(g.scope)) for g in self.gates)
 
     @property
     def doubts(self) -> list[str]:

@@ -8,6 +8,7 @@ alone in a terminal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
@@ -69,8 +70,7 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
 
 def _after_single(feeds: Sequence[Feed]) -> bool:
     """Whether several tokens are fed to a cache after a single one."""
-    pairs = zip(feeds, feeds[1:], strict=False)
-    return any(a.width == 1 and b.width > 1 and b.held == a.held + 1 for a, b in pairs)
+    return any(a.width == 1 and b.width > 1 and b.held == a.held + 1 for a, b in pairwise(feeds))
 
 
 def _absent_plan(main: Judged) -> str | None:
@@ -80,7 +80,8 @@ def _absent_plan(main: Judged) -> str | None:
         return None
     if plan in about.plans:
         return f"plan {plan}: no trace of it"
-    why = left_out(main.case.length, prompt=about.prompt_tokens).get(plan, "not in the run folder")
+    n, prompt = main.case.length, about.prompt_tokens
+    why = left_out(n, prompt=prompt, original=about.original).get(plan, "not in the run folder")
     return f"plan {plan}: {why}"
 
 

@@ -124,9 +124,7 @@ def _controls(one: Judged) -> list[Control]:
     return [replace(control, name=one.shown(control.name)) for control in one.trusted.controls]
 
 
-def _outcome(
-    sequences: Sequence[Judged], gates: Sequence[Gate], reasons: Sequence[str]
-) -> Outcome:
+def _outcome(sequences: Sequence[Judged], gates: Sequence[Gate], reasons: Sequence[str]) -> Outcome:
     if any(one.differs for one in sequences):
         return "differ"
     return "cannot tell" if reasons or not any(g.ran for g in gates) else "agree"

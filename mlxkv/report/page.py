@@ -89,7 +89,7 @@ def markdown(
         [f"**{phrases.sentence(verdict)}**"],
         _lines(verdict),
         _gates(verdict),
-        _unseen(verdict),
+        not_exercised(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
         ),
@@ -124,7 +124,8 @@ def _lines(verdict: Verdict) -> list[str]:
     return [f"- {line}" for line in lines if line]
 
 
-def _unseen(verdict: Verdict) -> list[str]:
+def not_exercised(verdict: Verdict) -> list[str]:
+    """The section on what the comparison says nothing of; no lines where the verdict lists none."""
     if not verdict.unseen:
         return []
     how = "What this comparison does not speak of."

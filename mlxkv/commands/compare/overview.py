@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
+from mlxkv.report.page import not_exercised
 from mlxkv.report.phrases import Side, sentence, unseen
 from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side
 
@@ -57,10 +58,11 @@ def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]
         [f"**{sentence_on_all(prompts)}**"],
         [how],
         ["## Prompts", "", *markdown_table((*_HEAD, "all of it"), rows, left={0, 6, 7})],
+        not_exercised(prompts.longest),
         ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])],
         ["## Reproduce", "", "```sh", *commands, "```"],
     ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
 def _cells(verdict: Verdict) -> list[str]:
