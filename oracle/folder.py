@@ -133,19 +133,17 @@ def check(folder: Path | str) -> Manifest:
 
 def _check_noise(folder: Path, found: contents.Contents) -> None:
     """Refuses stored errors that are not those of the runs that are here."""
-    measure, kind = found.measure, found.pool.kinds[-1]
-    runs = found.references
+    manifest, measure, runs = found.manifest, found.measure, found.references
+    kind, cached = found.pool.kinds[-1], "chunked" if manifest.probe else "step"
     again = {f"{kind}-{plan}": errors.of_member(run, measure) for plan, run in runs.items()}
-    again[f"{kind}-step"]["cached"] = errors.cached(runs["step"], runs["full"])
-    largest = max(
-        float(np.abs(measure.logits[rows]).max()) for rows in errors.blocks(measure.logits)
-    )
+    again[f"{kind}-{cached}"]["cached"] = errors.cached(runs[cached], runs["full"])
+    largest = max(np.abs(measure.logits[rows]).max() for rows in errors.blocks(measure.logits))
     for each in noise.checks(
-        found.manifest,
+        manifest,
         found.pool,
         found.floors,
         again,
-        largest=largest,
+        largest=float(largest),
         positions=measure.positions,
     ):
         if not each.passed:

@@ -88,7 +88,7 @@ def engine_reasons(traces: Sequence[Trace]) -> list[str]:
 
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token, for which every engine can give a row."""
-    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
+    return {call.start + call.width - 1 for call in plan.calls()}
 
 
 def layers(trace: Trace) -> int:
@@ -141,7 +141,7 @@ def _shape_reasons(trace: Trace, case: Case, dtype: str) -> list[str]:
 
 def _position_reasons(trace: Trace, case: Case) -> list[str]:
     held, n, reasons = np.asarray(trace.positions).ravel().tolist(), case.length, []
-    needed = set(case.rows) | asked(trace.meta.plan)
+    needed = _needed(trace.meta.plan, case)
     missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(n)))
     twice = sorted(p for p, times in Counter(held).items() if times > 1)
     if missing:
@@ -153,6 +153,15 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
         what = f"more than one row for position {_some(twice)}, expected one"
         reasons.append(f"{what}; keep the plan's last call that gives it")
     return reasons
+
+
+def _needed(plan: Plan, case: Case) -> set[int]:
+    """The positions of which a run of a plan must have rows: those that the plan names, or else
+    what the tables show and the end of each call.
+    """
+    if isinstance(plan.rows, tuple):
+        return set(plan.rows)
+    return set(range(case.manifest.prompt_tokens - 1, case.length)) | asked(plan)
 
 
 def _failed_step(trace: Trace) -> str:

@@ -14,7 +14,7 @@ from oracle.formats.trace import Trace
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
-ORDER = ("full", "step", "prefixes", "chunked")
+ORDER = ("full", "step", "prefixes", "chunked", "mixed")
 """The judged plans, in the order in which they are shown."""
 
 
@@ -48,21 +48,36 @@ class Case:
 
     @property
     def held_out(self) -> str:
-        """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return self.kept("step")
+        """The member whose logits are kept as a reference: of the last kind of attention."""
+        return self.kept(self.cached)
 
     def kept(self, plan: str) -> str:
-        """The member whose run of a plan is kept: that of the last kind of attention."""
+        """The member whose run of a plan is kept."""
         return f"{self.pool.kinds[-1]}-{plan}"
 
     @property
+    def cached(self) -> str:
+        """The plan whose cache is judged: step, which the probe has not."""
+        return "chunked" if self.manifest.probe else "step"
+
+    @property
     def rows(self) -> list[int]:
-        """The positions that the tables show: from the prompt's last token on."""
-        return list(range(self.manifest.prompt_tokens - 1, self.length))
+        """The positions that the tables show: of the truth's from the prompt's last token on."""
+        first = self.manifest.prompt_tokens - 1
+        return [position for position in self.truth.positions.tolist() if position >= first]
 
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The probe: an oracle folder of its own, and the engine's runs of its plans, as in `judge`."""
+
+    case: Case
+    candidates: Mapping[str, Trace]
+    algebra: Mapping[str, Trace]
 
 
 def read_case(folder: Path) -> Case:

@@ -51,19 +51,19 @@ def trust(yardstick: Yardstick) -> Trust:
 def blind_to(yardstick: Yardstick, factor: float) -> float | None:
     """The sigma of a reference run's logits times `factor`, if no gate would see it; else None."""
     case = yardstick.case
-    scaled = measure.measure(case.references["step"], case.truth, scale=factor)
-    gates = logit_gates(yardstick, "step", scaled)
+    scaled = measure.measure(case.references[case.cached], case.truth, scale=factor)
+    gates = logit_gates(yardstick, case.cached, scaled)
     return None if any(g.failed for g in gates) else sigma_of(gates)
 
 
 def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
     case, name = yardstick.case, yardstick.case.held_out
-    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references["step"]
+    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references[case.cached]
     floors = logit_floors(case, yardstick.truth, without=name)
     member = measure.measure(run, case.truth)
     scaled = measure.measure(run, case.truth, scale=factor)
-    same = logit_gates(yardstick, "step", held_out(member, case), floors=floors)
-    other = logit_gates(yardstick, "step", scaled, floors=floors)
+    same = logit_gates(yardstick, case.cached, held_out(member, case), floors=floors)
+    other = logit_gates(yardstick, case.cached, scaled, floors=floors)
     agrees, differs = not any(g.failed for g in same), any(g.failed for g in other)
     return (
         Control(f"{name}, held out", "agree", agrees, sigma_of(same), limits.SIGMA),
@@ -76,13 +76,12 @@ def _of_stored_errors(yardstick: Yardstick, held: Measures) -> Iterator[Control]
     """Whether the folder's errors are those of its runs, and of a pool's size; `held` are those
     of the member that is held out.
     """
-    case, truth = yardstick.case, yardstick.case.truth
-    again = {
-        case.kept(plan): _errors(held if plan == "step" else measure.measure(run, truth), run, case)
-        for plan, run in case.references.items()
-    }
-    step, full = case.references["step"], case.references["full"]
-    again[case.kept("step")]["cached"] = measure.difference(step, full)[1]
+    case, truth, again = yardstick.case, yardstick.case.truth, {}
+    for plan, run in case.references.items():
+        measured = held if plan == case.cached else measure.measure(run, truth)
+        again[case.kept(plan)] = _errors(measured, run, case)
+    _, apart = measure.difference(case.references[case.cached], case.references["full"])
+    again[case.held_out]["cached"] = apart
     for each in noise.checks(
         case.manifest,
         case.pool,

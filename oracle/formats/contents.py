@@ -17,15 +17,19 @@ import numpy as np
 
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan, judged_plans
+from oracle.formats.plan import (
+    WITHOUT_REFERENCE,
+    Plan,
+    judged_plans,
+    probe_plans,
+    probe_tokens,
+)
 from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
 KINDS = ("eager", "sdpa")
 """transformers' kinds of attention for a Llama."""
-REFERENCED = ("full", "step", "chunked")
-"""The judged plans of which a run of transformers is kept; the truth serves for the others."""
 _AGAIN = "copy or make the folder again"
 
 
@@ -49,8 +53,11 @@ def read(folder: Path) -> Contents:
         if name not in manifest.files:
             what = f"no {name} in manifest.json, expected one"
             raise Refusal(what, where=folder, remedy=_AGAIN)
-    plans = [plan for plan in REFERENCED if reference(plan) in manifest.files]
-    references = {plan: trace.read(folder / reference(plan)) for plan in plans}
+    references = {
+        plan: trace.read(folder / reference(plan))
+        for plan in manifest.plans
+        if reference(plan) in manifest.files
+    }
     measure, (pool, floors) = trace.read(folder / manifest.measure), read_floors(folder / FLOORS)
     odd = reasons(manifest, measure, references, pool, floors)
     if odd:
@@ -78,7 +85,7 @@ def reasons(
     floors: Mapping[str, Array],
 ) -> list[str]:
     """Why these are not one run's, one line each; empty where they are."""
-    odd = [*_of_plans(manifest, references), *_of_files(manifest), *_of_texts(manifest)]
+    odd = [*_of_plans(manifest, measure, references), *_of_files(manifest), *_of_texts(manifest)]
     odd += _of_trace(manifest, measure, "full", of=measure)
     for name, run in references.items():
         odd += _of_trace(manifest, run, name, of=measure)
@@ -86,7 +93,7 @@ def reasons(
     return odd + (list(_of_pool(manifest, pool)) or list(_of_floors(measure, pool, floors)))
 
 
-def _of_plans(manifest: Manifest, references: Mapping[str, Trace]) -> Iterator[str]:
+def _of_plans(manifest: Manifest, measure: Trace, references: Mapping[str, Trace]) -> Iterator[str]:
     try:
         plans = _plans(manifest, references)
     except Refusal as error:
@@ -101,20 +108,26 @@ def _of_plans(manifest: Manifest, references: Mapping[str, Trace]) -> Iterator[s
         if found.get(name, plan.digest) != plan.digest:
             what = f"plan {name} is {found[name][:12]}, expected {plan.digest[:12]}, that {whose}"
             yield f"manifest.json: {what}"
+    vocab = measure.logits.shape[-1]
+    if manifest.probe and tuple(manifest.tokens) != probe_tokens(vocab, n):
+        yield f"manifest.json: tokens are not the probe's of a vocabulary of {vocab}"
 
 
 def _plans(manifest: Manifest, references: Mapping[str, Trace]) -> dict[str, Plan]:
-    """The judged plans of the manifest's tokens; how the prompt is cut the chunked run says."""
+    """The plans of the manifest's tokens; how the prompt is cut, the chunked run says."""
+    if manifest.probe:
+        return probe_plans(manifest.tokens)
     prompt, chunks = manifest.prompt_tokens, None
     if "chunked" in references:
         sizes = [call.fed for call in references["chunked"].meta.plan.calls()]
         chunks = sizes[: len(sizes) - (len(manifest.tokens) - prompt)]
-    return judged_plans(manifest.tokens, prompt=prompt, chunks=chunks)
+    original = manifest.original
+    return judged_plans(manifest.tokens, prompt=prompt, chunks=chunks, original=original)
 
 
 def _of_files(manifest: Manifest) -> Iterator[str]:
     needed = {manifest.measure, FLOORS, *(f"plans/{name}.json" for name in manifest.plans)}
-    needed |= {reference(name) for name in REFERENCED if name in manifest.plans}
+    needed |= {reference(name) for name in manifest.plans if name not in WITHOUT_REFERENCE}
     may = {f"pool-{name}.safetensors" for name in manifest.pool}
     for name in sorted(needed - set(manifest.files)):
         yield f"manifest.json: files lack {name}, expected it"
@@ -133,7 +146,7 @@ def _of_texts(manifest: Manifest) -> Iterator[str]:
 def _of_trace(manifest: Manifest, run: Trace, plan: str, *, of: Trace) -> list[str]:
     """Why a trace is not the run of a judged plan that its name says; `of` is the measure."""
     meta, strict = run.meta, run is of
-    rows = [p for call in meta.plan.calls() for p in range(call.held, call.held + call.fed)]
+    rows = [position for call in meta.plan.calls() for position in meta.plan.kept(call)]
     expected = {
         "plan digest": (meta.plan.digest, manifest.plans.get(plan, "none of that name")),
         "fingerprint": (meta.fingerprint, manifest.fingerprint),
@@ -171,9 +184,10 @@ def _cache(run: Trace) -> dict[str, tuple[int, ...]]:
 
 
 def _of_pool(manifest: Manifest, pool: Pool) -> Iterator[str]:
-    kinds, named = pool.kinds, [kind for kind in pool.kinds if pool.kinds.count(kind) == 1]
-    if not kinds or kinds != named or (manifest.has_truth and tuple(kinds) != KINDS):
-        expected = ", ".join(KINDS) if manifest.has_truth else "one or more, each once"
+    kinds, llama = pool.kinds, list(KINDS[-1:] if manifest.probe else KINDS)
+    once = list(dict.fromkeys(kinds))
+    if not kinds or kinds != (llama if manifest.has_truth else once):
+        expected = ", ".join(llama) if manifest.has_truth else "one or more, each once"
         yield f"{FLOORS}: kinds are {', '.join(kinds) or 'none'}, expected {expected}"
         return
     wanted = members_of(manifest.plans, kinds)

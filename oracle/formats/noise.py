@@ -105,8 +105,12 @@ def _off(pool: Pool, floors: Mapping[str, Array], again: Mapping[str, Errors]) -
     off = {}
     for member, errors in again.items():
         for name, found in errors.items():
-            among = [f"{kind}-step" for kind in pool.kinds] if name == "cached" else pool.members
-            off[f"{name} of {member}"] = _apart(floors[name][among.index(member)], found)
+            row = (
+                pool.kinds.index(member.split("-")[0])
+                if name == "cached"
+                else pool.members.index(member)
+            )
+            off[f"{name} of {member}"] = _apart(floors[name][row], found)
     return off
 
 
