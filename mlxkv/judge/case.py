@@ -10,6 +10,9 @@ from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace, read
 
+PROBE = "probe"
+"""The probe's run folder inside a run folder, and its name in a verdict."""
+
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
@@ -86,3 +89,9 @@ def read_case(folder: Path) -> Case:
     ]
     references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
     return Case(manifest, read(folder / manifest.measure), references, pool, floors)
+
+
+def read_probe(folder: Path) -> Case | None:
+    """The probe of an oracle folder, None where it was made without one."""
+    inside = folder / PROBE
+    return read_case(inside) if inside.exists() else None
