@@ -144,9 +144,12 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
     needed = _needed(trace.meta.plan, case)
     missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(n)))
     twice = sorted(p for p, times in Counter(held).items() if times > 1)
+    failed = _failed_step(trace)
     if missing:
         what = f"no row for position {_some(missing)}, expected {len(needed)} rows"
-        reasons.append(what + _failed_step(trace))
+        reasons.append("; ".join([what, *failed]))
+    else:
+        reasons += failed
     if foreign:
         reasons.append(f"a row for position {_some(foreign)}, expected 0 to {n - 1}")
     if twice:
@@ -164,12 +167,10 @@ def _needed(plan: Plan, case: Case) -> set[int]:
     return set(range(case.manifest.prompt_tokens - 1, case.length)) | asked(plan)
 
 
-def _failed_step(trace: Trace) -> str:
-    """The first step that failed, for the reason that its rows are missing."""
-    for i, outcome in enumerate(trace.meta.outcomes):
-        if outcome.error is not None:
-            return f"; its step {i} failed: {outcome.error}"
-    return ""
+def _failed_step(trace: Trace) -> list[str]:
+    """The first step that failed, if one did: no other may stand for it."""
+    errors = ((i, outcome.error) for i, outcome in enumerate(trace.meta.outcomes))
+    return [f"its step {i} failed: {error}" for i, error in errors if error is not None][:1]
 
 
 def _some(positions: list[int]) -> str:

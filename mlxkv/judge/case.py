@@ -11,6 +11,9 @@ from oracle.formats.run_folder import Manifest, Pool
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
+PROBE = "probe"
+"""The probe's run folder inside a run folder, and its name in a verdict."""
+
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
@@ -86,3 +89,9 @@ def read_case(folder: Path) -> Case:
     """
     found = contents.read(folder)
     return Case(found.manifest, found.measure, found.references, found.pool, found.floors)
+
+
+def read_probe(folder: Path) -> Case | None:
+    """The probe of an oracle folder, None where it was made without one."""
+    inside = folder / PROBE
+    return read_case(inside) if inside.exists() else None

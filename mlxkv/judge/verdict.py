@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mlxkv.judge import delta
 from mlxkv.judge.admission import engine_reasons
-from mlxkv.judge.case import Case, Probed
+from mlxkv.judge.case import PROBE, Case, Probed
 from mlxkv.judge.finding import finding
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.notes import notes
@@ -29,8 +29,6 @@ from mlxkv.judge.result import (
 from mlxkv.judge.sequence import Judged, sequence
 from mlxkv.judge.unseen import NOTHING, unseen
 from oracle.formats.trace import Trace
-
-PROBE = "probe"
 
 
 def judge(
@@ -52,7 +50,7 @@ def judge(
     main = sequence(case, candidates, exact, repeats or {})
     if not isinstance(main, Judged):
         return Verdict("cannot tell", (), (), about, reasons=tuple(main), unseen=NOTHING)
-    probed, doubts = _probed(probe)
+    probed, doubts = _probed(case, probe)
     sequences = [main, probed] if probed is not None else [main]
     gates = [gate for one in sequences for gate in _named(one)]
     reasons = [*_of_all(sequences), *main.doubts, *doubts]
@@ -81,12 +79,21 @@ def judge(
     )
 
 
-def _probed(probe: Probed | None) -> tuple[Judged | None, list[str]]:
+def _probed(case: Case, probe: Probed | None) -> tuple[Judged | None, list[str]]:
     """The probe judged, if there are runs of it, and what of it leaves the verdict open."""
     if probe is None or not (probe.candidates or probe.algebra):
         return None, []
-    found = sequence(probe.case, probe.candidates, probe.algebra, {}, name=PROBE)
-    if not isinstance(found, Judged):
+    of = ("fingerprint", "config_digest", "dtype")
+    found: Judged | list[str] = [
+        f"manifest.json: {name} is {mine}, expected {its} as the run folder's; make it again"
+        for name in of
+        if (mine := getattr(probe.case.manifest, name)) != (its := getattr(case.manifest, name))
+    ]
+    if not probe.case.manifest.probe:
+        found = ["manifest.json: it is not that of a probe; make the folder again"]
+    if not found:
+        found = sequence(probe.case, probe.candidates, probe.algebra, {}, name=PROBE)
+    if isinstance(found, list):
         return None, [f"{PROBE}: {reason}" for reason in found]
     return found, found.doubts
 
