@@ -100,13 +100,13 @@ def _of_plans(manifest: Manifest, measure: Trace, references: Mapping[str, Trace
         yield f"manifest.json: {error}"
         return
     n, prompt, found = len(manifest.tokens), manifest.prompt_tokens, manifest.plans
-    whose = f"of {n} tokens with a prompt of {prompt}"
+    whose = f"of the {n} tokens, of which {prompt} are the prompt"
     for name in sorted({*plans} ^ {*found}):
         has = f"lacks plan {name}" if name in plans else f"holds plan {name}"
         yield f"manifest.json: {has}, expected {', '.join(plans)} {whose}"
     for name, plan in plans.items():
         if found.get(name, plan.digest) != plan.digest:
-            what = f"plan {name} is {found[name][:12]}, expected {plan.digest[:12]}, that {whose}"
+            what = f"plan {name} is {found[name][:12]}, expected {plan.digest[:12]} {whose}"
             yield f"manifest.json: {what}"
     vocab = measure.logits.shape[-1]
     if manifest.probe and tuple(manifest.tokens) != probe_tokens(vocab, n):
