@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from oracle.formats.errors import Refusal
-from oracle.formats.run_folder import Pool
+from oracle.formats.run_folder import SEQUENTIAL, Pool, ordinary
 from oracle.formats.tensors import Array, Shapes, writer
 from oracle.formats.trace import Trace
 
@@ -27,7 +27,8 @@ _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
     """The pool for these plans, as "KIND-PLAN"; only the last kind follows the chunked plan."""
     wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step")]
-    return [name for name in [*wanted, f"{kinds[-1]}-chunked"] if name.split("-")[1] in plans]
+    wanted += [f"{kinds[-1]}-chunked", SEQUENTIAL]
+    return [name for name in wanted if name.split("-")[1] in plans]
 
 
 def write(
@@ -59,10 +60,10 @@ def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
 
 
 def distinct_of(members: Mapping[str, Trace]) -> dict[str, Trace]:
-    """The members without those whose logits are bitwise equal to an earlier one's."""
+    """The ordinary members without those whose logits are bitwise equal to an earlier one's."""
     first: dict[str, str] = {}
-    for name, member in members.items():
-        first.setdefault(_digest(member.logits), name)
+    for name in ordinary(members):
+        first.setdefault(_digest(members[name].logits), name)
     return {name: members[name] for name in first.values()}
 
 
