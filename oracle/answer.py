@@ -100,7 +100,7 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
     progress("transformers in float64", 0, 1)
     double, apart = _doubles(question, model, _proof_tokens(question, generated))
     kinds = tuple(kind for kind in model.kinds if kind not in apart)
-    members = {name: made for name, made in members.items() if name.split("-")[0] in kinds}
+    members = {name: made for name, made in members.items() if name.split("-")[0] not in apart}
     environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
     return _Pool(generated, plans, kinds, members, double, apart, environment)
 

@@ -27,6 +27,7 @@ from oracle.formats.run_folder import (
     MEAN,
     TRUTH,
     Manifest,
+    ordinary,
     read_manifest,
     read_plans,
     write_manifest,
@@ -201,7 +202,9 @@ def _without_truth(m: Manifest) -> list[str]:
     """The line that says which runs of transformers are the measure, if it is not the truth."""
     if m.has_truth:
         return []
-    runs = f"transformers' {', '.join(m.pool)} ({m.pool_distinct} of them bitwise distinct)"
+    runs = (
+        f"transformers' {', '.join(ordinary(m.pool))} ({m.pool_distinct} of them bitwise distinct)"
+    )
     return [f"measure      the mean of {runs}: there is no truth for this architecture"]
 
 

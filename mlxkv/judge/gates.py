@@ -135,7 +135,7 @@ def cache_gates(yardstick: Yardstick, cached: Trace | None) -> tuple[list[Gate],
         gates = [
             _not_run(name, case.cached, limit, f"not run: {why}")
             for names in _OF_CACHE.values()
-            for name, limit in zip(names, _cache_limits(case), strict=True)
+            for name, limit in zip(names, _cache_limits(), strict=True)
         ]
         return gates, odd
     rms, _ = measure.cache_errors(cached, case.truth)
@@ -148,7 +148,7 @@ def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
     Per layer and head, of which the worst decides: the median over positions, the 95th percentile,
     and the worst row.
     """
-    gates, (median, most, worst) = [], _cache_limits(case)
+    gates, (median, most, worst) = [], _cache_limits()
     for names, of in zip(_OF_CACHE.values(), ratios, strict=True):
         gates += [
             _over_rows(case, names[0], of, np.median(of, axis=-1), median),
@@ -158,9 +158,8 @@ def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
     return gates
 
 
-def _cache_limits(case: Case) -> tuple[float, float, float]:
-    median = limits.KV_MEDIAN_PACKED if case.manifest.packed else limits.KV_MEDIAN
-    return median, limits.KV_MOST, limits.KV_WORST
+def _cache_limits() -> tuple[float, float, float]:
+    return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def _unread(yardstick: Yardstick, cached: Trace | None) -> tuple[str | None, list[str]]:

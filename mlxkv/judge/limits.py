@@ -43,12 +43,6 @@ CACHED = 8.0
 # Median over positions. The port reads 0.9, members 1.1. A cache in float16 reads a sigma of 203.
 KV_MEDIAN = 4.0
 
-# The same for packed weights. A row unpacked from 16 levels a group has squares that repeat. MLX
-# adds them one after another on the CPU, and roundings that repeat do not cancel: at 4 bits the
-# first norm of SmolLM2 is off by 1e-6, and with it every key of layer 0. The port and mlx-lm read
-# 4.4 in float32 (1.3 at 8 bits, 0.9 in bfloat16). A cache in float16 is far beyond this limit too.
-KV_MEDIAN_PACKED = 10.0
-
 # 95th percentile over positions. The port reads 1.5, members 1.6. Not the maximum, since single
 # tokens have massive activations.
 KV_MOST = 10.0

@@ -24,7 +24,15 @@ from oracle.formats.plan import (
     probe_plans,
     probe_tokens,
 )
-from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats.run_folder import (
+    FLOORS,
+    SEQUENTIAL,
+    Manifest,
+    Pool,
+    ordinary,
+    read_floors,
+    read_manifest,
+)
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
@@ -69,7 +77,8 @@ def read(folder: Path) -> Contents:
 def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
     """The pool for these plans, as "KIND-PLAN"; only the last kind follows the chunked plan."""
     wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step")]
-    return [name for name in [*wanted, f"{kinds[-1]}-chunked"] if name.split("-")[1] in plans]
+    wanted += [f"{kinds[-1]}-chunked", SEQUENTIAL]
+    return [name for name in wanted if name.split("-")[1] in plans]
 
 
 def reference(plan: str) -> str:
@@ -214,7 +223,7 @@ def _of_floors(measure: Trace, pool: Pool, floors: Mapping[str, Array]) -> list[
             odd.append(f"{name} holds a value that is not finite")
         elif name != "shift" and (np.asarray(array) < 0).any():
             odd.append(f"{name} holds an error below 0")
-    if not odd and pool.distinct != (distinct := _distinct(floors)):
+    if not odd and pool.distinct != (distinct := _distinct(pool, floors)):
         odd.append(f"{pool.distinct} members are distinct, expected {distinct} by their errors")
     return [f"{FLOORS}: {reason}" for reason in odd]
 
@@ -227,7 +236,8 @@ def _floor_shapes(measure: Trace, pool: Pool) -> dict[str, list[int]]:
     return shapes | {"cached": [len(pool.kinds), rows]}
 
 
-def _distinct(floors: Mapping[str, Array]) -> int:
-    """How many members differ: runs that are bitwise equal have bitwise equal errors."""
-    errors = zip(*(floors[name] for name in ("rms", "shift", "peak")), strict=True)
-    return len({tuple(np.asarray(each).tobytes() for each in member) for member in errors})
+def _distinct(pool: Pool, floors: Mapping[str, Array]) -> int:
+    """How many ordinary members differ: runs that are bitwise equal have bitwise equal errors."""
+    at = [pool.members.index(name) for name in ordinary(pool.members)]
+    errors = [np.asarray(floors[name])[at] for name in ("rms", "shift", "peak")]
+    return len({tuple(of[i].tobytes() for of in errors) for i in range(len(at))})

@@ -18,7 +18,7 @@ import numpy as np
 from oracle.formats.contents import KINDS
 from oracle.formats.contents import members_of as members_of
 from oracle.formats.errors import Refusal
-from oracle.formats.run_folder import Pool
+from oracle.formats.run_folder import Pool, ordinary
 from oracle.formats.tensors import Array, Shapes, writer
 from oracle.formats.trace import Trace
 
@@ -69,10 +69,10 @@ def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
 
 
 def distinct_of(members: Mapping[str, Trace]) -> dict[str, Trace]:
-    """The members without those whose logits are bitwise equal to an earlier one's."""
+    """The ordinary members without those whose logits are bitwise equal to an earlier one's."""
     first: dict[str, str] = {}
-    for name, member in members.items():
-        first.setdefault(_digest(member.logits), name)
+    for name in ordinary(members):
+        first.setdefault(_digest(members[name].logits), name)
     return {name: members[name] for name in first.values()}
 
 

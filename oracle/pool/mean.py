@@ -1,8 +1,9 @@
 """The mean of transformers' own runs, in the truth's place where no truth is written out.
 
-It is the mean of the pool's bitwise distinct members, in float64. It does not show what all of them
-get wrong together; how far it is from transformers' float64 form says how much of their rounding
-they share. numpy only, a block of positions at a time.
+It is the mean of the pool's bitwise distinct members, in float64, without the sequential one, whose
+roundings lean to one side. It does not show what all of them get wrong together; how far it is from
+transformers' float64 form says how much of their rounding they share. numpy only, a block of
+positions at a time.
 """
 
 from __future__ import annotations
