@@ -43,9 +43,10 @@ PROOF_POSITIONS = 32
 class _Pool:
     """What transformers computed: the greedy tokens, the judged plans and each member's trace.
 
-    `double` (n, V) are the first positions' logits in float64. `left_out` says of a kind of
-    attention how far it is from the class's own in float64, if that is too far. `environment` is
-    what the numbers depend on.
+    `double` (n, V) are the first positions' logits in float64. `parts` is the rms of what they
+    change by if all is float64 but what transformers computes in float32 whatever its weights are.
+    `left_out` says of a kind of attention how far it is from the class's own in float64, if that is
+    too far. `environment` is what the numbers depend on.
     """
 
     generated: list[int]
@@ -53,6 +54,7 @@ class _Pool:
     kinds: tuple[str, ...]
     members: dict[str, Trace]
     double: Array
+    parts: float
     left_out: dict[str, float]
     environment: dict[str, Any]
 
@@ -73,6 +75,8 @@ def write(
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
     )
+    most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
+    proofs["float32_parts"] = pool.parts / most
     for path in list(folder.glob("pool-*")):
         if not keep_pool or path.name.split("-")[1] in pool.left_out:
             path.unlink()
@@ -98,11 +102,14 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
         trace.write(path, made.meta, made.arrays)
         members[name] = trace.read(path)
     progress("transformers in float64", 0, 1)
-    double, apart = _doubles(question, model, _proof_tokens(question, generated))
+    tokens = _proof_tokens(question, generated)
+    double, apart = _doubles(question, model, tokens)
     kinds = tuple(kind for kind in model.kinds if kind not in apart)
+    parts = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False) - double
     members = {name: made for name, made in members.items() if name.split("-")[0] not in apart}
     environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
-    return _Pool(generated, plans, kinds, members, double, apart, environment)
+    rms = float(np.sqrt(np.mean(parts * parts)))
+    return _Pool(generated, plans, kinds, members, double, rms, apart, environment)
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracle.formats.run_folder import Manifest, Pool
+from oracle.formats.run_folder import Manifest, Pool, ordinary
 from oracle.formats.tensors import Array
 
 Errors = Mapping[str, Array]
@@ -48,7 +48,8 @@ AMPLIFIED = 30.0
 """Above this the pool is noisier than its dtype."""
 
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_PROOFS = {True: ("transformers_double", "truth_max"), False: ("mean_double", "mean_max")}
+PARTS = "float32_parts"
+"""The proof that bounds the pool's noise, rms over max |T|."""
 # Of the proof, in ulps: a model without rounding errors is none, and nothing is divided by 0.
 _LEAST = 1e-2
 _FIRST = 32  # The proof looks at so many positions.
@@ -83,20 +84,20 @@ def checks(
     (rows,) among a step's errors is how far that run is from the full one. `largest` is max |T|,
     and `positions` (rows,) are those of the truth's rows.
     """
-    proof, most = _PROOFS[manifest.has_truth]
-    others = [name for name in pool.members if name not in again]
+    most = "truth_max" if manifest.has_truth else "mean_max"
+    others = [name for name in ordinary(pool.members) if name not in again]
     at_one, over_all = _beside(pool, floors, others)
     beside = float(np.max([at_one / BESIDE, over_all / BESIDE_ALL]))
     off = _off(pool, floors, again)
     off[f"{most} in the manifest"] = abs(_number(manifest.proofs.get(most)) / largest - 1)
     worst = max(off, key=lambda name: (np.isnan(off[name]), off[name]))
-    read = _read(floors, positions) / largest / _EPS[manifest.dtype]
-    parts = max(_number(manifest.proofs.get(proof)) / _EPS["float32"], _LEAST)
+    read = _read(pool, floors, positions) / largest / _EPS[manifest.dtype]
+    parts = max(_number(manifest.proofs.get(PARTS)) / _EPS["float32"], _LEAST)
     kept = "stored errors of the kept runs" if off[worst] <= STORED else f"stored {worst}"
     return (
         Check(kept, "part off", off[worst], STORED),
         Check(f"{' and '.join(others) or 'no run'} beside them", "part of the limit", beside, 1.0),
-        Check("noise of the pool", f"ratio to {proof}", read / parts, AMPLIFIED),
+        Check("noise of the pool", "ratio to the float32 parts", read / parts, AMPLIFIED),
     )
 
 
@@ -125,7 +126,7 @@ def _apart(stored: Array, found: Array) -> float:
 def _beside(pool: Pool, floors: Mapping[str, Array], others: Sequence[str]) -> tuple[float, float]:
     """The errors of `others` over the kept members' largest nearby: at one position, over all."""
     at = [pool.members.index(name) for name in others]
-    kept = [i for i in range(len(pool.members)) if i not in at]
+    kept = [pool.members.index(name) for name in ordinary(pool.members) if name not in others]
     found = {
         name: (np.abs(floors[name][at]), np.abs(floors[name][kept]).max(axis=0))
         for name in ("rms", "shift", "peak", "keys", "values")
@@ -152,9 +153,10 @@ def _over(part: Array, whole: Array) -> Array:
         return np.asarray(np.where(part == 0, 0.0, part / whole))
 
 
-def _read(floors: Mapping[str, Array], positions: Array) -> float:
-    """The rms error of all members at the positions that the proof looks at."""
-    rms = np.asarray(floors["rms"])[:, np.asarray(positions) < _FIRST]
+def _read(pool: Pool, floors: Mapping[str, Array], positions: Array) -> float:
+    """The rms error of the ordinary members at the positions that the proof looks at."""
+    at = [pool.members.index(name) for name in ordinary(pool.members)]
+    rms = np.asarray(floors["rms"])[at][:, np.asarray(positions) < _FIRST]
     return float(np.sqrt(np.mean(rms * rms)))
 
 

@@ -111,24 +111,29 @@ class Reference:
 
     @torch.inference_mode()
     def double(
-        self, tokens: list[int], *, rows: int | None = None, attention: str = "sdpa"
+        self,
+        tokens: list[int],
+        *,
+        rows: int | None = None,
+        attention: str = "sdpa",
+        exact: bool = True,
     ) -> Array:
         """(n, V) logits of one uncached call in float64; `rows` keeps the first ones only.
 
         The weights, already rounded to the dtype, are widened. Packed ones are unpacked once more,
         without rounding, since the truth's are exact. What the class computes in float32 whatever
-        its weights are is float64 too; of a neighbour all but RoPE's frequencies. The model stays
-        so: nothing else can be run on it afterwards.
+        its weights are is float64 too if it is to be `exact`; of a neighbour all but RoPE's
+        frequencies. The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation(attention)
         self._model.double()
-        exact = Weights(self.checkpoint, dtype=self.dtype)
+        weights = Weights(self.checkpoint, dtype=self.dtype)
         for name, parameter in self._model.named_parameters():
             if name in self.checkpoint.packed:
-                parameter.copy_(exact(name))
+                parameter.copy_(weights(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
-        with orders.Float64():
-            if not is_neighbour(self.checkpoint):
+        with orders.Float64() if exact else contextlib.nullcontext():
+            if exact and not is_neighbour(self.checkpoint):
                 inner = self._model.model
                 inner.rotary_emb = type(inner.rotary_emb)(self._model.config)
             made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
