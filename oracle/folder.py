@@ -40,7 +40,7 @@ from oracle.question import Asked, ask, check_range, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
 _OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
-_DOUBLE = "transformers' .double() is within"
+_DOUBLE = "transformers in float64 is within"
 _PROOFS = {
     TRUTH: {
         "truth_agreement": "step, chunked and full agree to",

@@ -34,8 +34,8 @@ PROOF_LIMITS = {
     "float16": {"members_apart": 5e-3, "mean_double": 5e-3},
     "bfloat16": {"members_apart": 5e-2, "mean_double": 5e-2},
 }
-# Between kinds of attention in float64, in the same unit. Eager leaves softmax in float32 there,
-# and reads up to 1e-7.
+# Between kinds of attention in float64, in the same unit. They read 1e-15; with softmax in float32,
+# as another architecture's own code might have it in spite of all, up to 1e-7.
 KINDS_APART = 1e-6
 
 

@@ -98,7 +98,7 @@ def make_case(
         texts=texts(n),
         plans={name: plan.digest for name, plan in judged.items()},
         files={},
-        proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-8},
+        proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-16},
         generated=[],
         pool=[],
         pool_distinct=0,
