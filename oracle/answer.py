@@ -18,6 +18,7 @@ from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Progress, silent
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -30,12 +31,6 @@ from oracle.truth import record
 from oracle.truth.config import Config
 from oracle.truth.weights import Weights
 
-# The truth's proofs, and what chose their limits. `truth_agreement`: step, chunked and full agree.
-# A correct truth reads 1e-14; any wrong mask, position or cache row makes it 1e-5 or more.
-# `transformers_double`: the distance from transformers' .double(). A correct truth reads 5e-8 to
-# 1e-7 on text and up to 5.1e-7 on random or repeated ids, where one early position dominates; an
-# eps of 1.1e-5 instead of 1e-5 makes it 7e-6 or more on all of them.
-PROOF_LIMITS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
 PROOF_POSITIONS = 32
 
 

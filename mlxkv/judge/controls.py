@@ -16,10 +16,10 @@ from mlxkv.judge import limits, measure
 from mlxkv.judge.admission import layers
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import held_out, logit_floors
-from mlxkv.judge.gates import Yardstick, logit_gates, sigma_of, within
+from mlxkv.judge.gates import Yardstick, logit_gates, sigma_of
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import Control, Scope
-from oracle.formats import noise
+from oracle.formats import noise, proofs
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
@@ -110,13 +110,10 @@ def _reason(control: Control) -> str:
 
 
 def _proofs(case: Case) -> tuple[str, ...]:
-    what, proofs = case.measure_name, case.manifest.proofs
-    most = limits.PROOFS if case.has_truth else limits.MEAN_PROOFS[case.manifest.dtype]
+    what = case.measure_name
     return tuple(
-        f"{what}'s proof {name}: {proofs.get(name)}, expected at most {limit:g}; "
-        f"the {what} cannot be trusted"
-        for name, limit in most.items()
-        if not within(proofs.get(name), limit)
+        f"{what}'s proof {name}: {value}, expected at most {limit:g}; the {what} cannot be trusted"
+        for name, value, limit in proofs.failed(case.manifest)
     )
 
 

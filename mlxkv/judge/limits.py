@@ -61,19 +61,6 @@ ALGEBRA = 1e-10
 # that are accurate in float32 only read 1e-8.
 PROBE = 1e-14
 
-# Of the truth itself. Its step, chunked and full plans agree to 9e-15. transformers' `.double()`
-# lies at 5.1e-8 on text (7.8e-8 with weights in float16), up to 5.1e-7 on random or repeated ids,
-# and at 7e-6 and more where the eps is off by 10 %.
-PROOFS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
-
-# Of the mean of transformers' runs, where there is no truth. They are the oracle's own limits,
-# `oracle/pool/mean.py`, and the measurements that chose them stand there.
-MEAN_PROOFS = {
-    "float32": {"members_apart": 1e-5, "mean_double": 5e-6},
-    "float16": {"members_apart": 5e-3, "mean_double": 5e-3},
-    "bfloat16": {"members_apart": 5e-2, "mean_double": 5e-2},
-}
-
 # Of the pooled floor over max |T|. torch reads 2e-7 in float32, 5e-4 in float16, 8e-3 in bfloat16.
 FLOOR_MOST = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 

@@ -36,6 +36,8 @@ from oracle.formats.run_folder import (
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
+DTYPES = ("float32", "float16", "bfloat16")
+"""What transformers' runs are computed in."""
 KINDS = ("eager", "sdpa")
 """transformers' kinds of attention for a Llama."""
 _AGAIN = "copy or make the folder again"
@@ -94,6 +96,9 @@ def reasons(
     floors: Mapping[str, Array],
 ) -> list[str]:
     """Why these are not one run's, one line each; empty where they are."""
+    if manifest.dtype not in DTYPES:
+        expected = f"expected one of {', '.join(DTYPES)}"
+        return [f"manifest.json: dtype is {manifest.dtype!r}, {expected}"]
     odd = [*_of_plans(manifest, measure, references), *_of_files(manifest), *_of_texts(manifest)]
     odd += _of_trace(manifest, measure, "full", of=measure)
     for name, run in references.items():

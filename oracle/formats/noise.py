@@ -46,12 +46,12 @@ NEAR = 8
 # The floor alone tells little, the ratio a lot. A pool with products in bfloat16 reads 4e3.
 AMPLIFIED = 30.0
 """Above this the pool is noisier than its dtype."""
+QUIET = 10.0
+"""Of the inverse: above this the float32 parts are not this pool's."""
 
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 PARTS = "float32_parts"
 """The proof that bounds the pool's noise, rms over max |T|."""
-# Of the proof, in ulps: a model without rounding errors is none, and nothing is divided by 0.
-_LEAST = 1e-2
 _FIRST = 32  # The proof looks at so many positions.
 
 
@@ -92,12 +92,18 @@ def checks(
     off[f"{most} in the manifest"] = abs(_number(manifest.proofs.get(most)) / largest - 1)
     worst = max(off, key=lambda name: (np.isnan(off[name]), off[name]))
     read = _read(pool, floors, positions) / largest / _EPS[manifest.dtype]
-    parts = max(_number(manifest.proofs.get(PARTS)) / _EPS["float32"], _LEAST)
+    parts = _number(manifest.proofs.get(PARTS)) / _EPS["float32"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = float(np.divide(read, parts))
+        inverse = float(np.divide(parts, read))
     kept = "stored errors of the kept runs" if off[worst] <= STORED else f"stored {worst}"
+    noisy = Check("noise of the pool", "ratio to the float32 parts", ratio, AMPLIFIED)
     return (
         Check(kept, "part off", off[worst], STORED),
         Check(f"{' and '.join(others) or 'no run'} beside them", "part of the limit", beside, 1.0),
-        Check("noise of the pool", "ratio to the float32 parts", read / parts, AMPLIFIED),
+        noisy
+        if inverse <= QUIET or not noisy.passed
+        else Check("float32 parts", "ratio to the noise of the pool", inverse, QUIET),
     )
 
 

@@ -134,8 +134,9 @@ def _case(
         files=dict.fromkeys(_files(judged), "0" * 64),
         proofs={
             "truth_agreement": 1.1e-13,
-            "transformers_double": 5.5e-8,
+            "transformers_double": 5.5e-16,
             "truth_max": float(np.abs(arrays["logits"]).max()),
+            "float32_parts": 5.5e-8,
         },
         generated=[],
         pool=members,
