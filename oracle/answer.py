@@ -40,6 +40,7 @@ class _Pool:
 
     `double` (n, V) are the first positions' logits in float64. `parts` is the rms of what they
     change by if all is float64 but what transformers computes in float32 whatever its weights are.
+    `widest` is the longest row that the sequential member added up.
     `left_out` says of a kind of attention how far it is from the class's own in float64, if that is
     too far. `environment` is what the numbers depend on.
     """
@@ -50,6 +51,7 @@ class _Pool:
     members: dict[str, Trace]
     double: Array
     parts: float
+    widest: int
     left_out: dict[str, float]
     environment: dict[str, Any]
 
@@ -65,7 +67,9 @@ def write(
         disk.write_text(folder / "plans" / f"{name}.json", text)
     measure, proofs = _measure(question, folder, pool, progress)
     progress("measuring the pool", 0, 1)
-    measured = errors.write(folder / FLOORS, measure, pool.members, kinds=pool.kinds)
+    measured = errors.write(
+        folder / FLOORS, measure, pool.members, kinds=pool.kinds, widest=pool.widest
+    )
     step, full = (pool.members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
@@ -104,7 +108,7 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
     members = {name: made for name, made in members.items() if name.split("-")[0] not in apart}
     environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
     rms = float(np.sqrt(np.mean(parts * parts)))
-    return _Pool(generated, plans, kinds, members, double, rms, apart, environment)
+    return _Pool(generated, plans, kinds, members, double, rms, model.widest, apart, environment)
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:

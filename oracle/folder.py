@@ -116,9 +116,20 @@ def follow(
 
 
 def check(folder: Path | str) -> Manifest:
-    """The manifest, once every file is found whole, finite and true to it, and both proofs hold."""
+    """The manifest, once every file is found whole, finite and true to it, and both proofs hold.
+
+    The probe inside the folder is held to the same.
+    """
     folder = Path(folder)
     found = contents.read(folder)
+    _check(folder, found)
+    probe = contents.read_probe(folder, found.manifest)
+    if probe is not None:
+        _check(folder / contents.PROBE, probe)
+    return found.manifest
+
+
+def _check(folder: Path, found: contents.Contents) -> None:
     read_plans(folder, found.manifest)
     for name in sorted(found.manifest.files):
         if name.startswith(("reference-", "pool-")) or name == found.manifest.measure:
@@ -128,7 +139,6 @@ def check(folder: Path | str) -> Manifest:
         remedy = f"nothing can be judged by this {'truth' if found.manifest.has_truth else 'mean'}"
         raise Refusal(what, where=folder, remedy=remedy)
     _check_noise(folder, found)
-    return found.manifest
 
 
 def _check_noise(folder: Path, found: contents.Contents) -> None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oracle.formats import contents
-from oracle.formats.run_folder import Manifest, Pool
+from oracle.formats.contents import PROBE as PROBE
+from oracle.formats.run_folder import Manifest, Pool, read_manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
-
-PROBE = "probe"
-"""The probe's run folder inside a run folder, and its name in a verdict."""
 
 CACHE = "a"
 """The name that judged plans give their one cache."""
@@ -87,11 +85,14 @@ def read_case(folder: Path) -> Case:
     """The oracle folder, its arrays mapped; a Refusal where a file is missing, damaged or not of
     the same run as the others.
     """
-    found = contents.read(folder)
-    return Case(found.manifest, found.measure, found.references, found.pool, found.floors)
+    return _case(contents.read(folder))
 
 
 def read_probe(folder: Path) -> Case | None:
     """The probe of an oracle folder, None where it was made without one."""
-    inside = folder / PROBE
-    return read_case(inside) if inside.exists() else None
+    found = contents.read_probe(folder, read_manifest(folder))
+    return None if found is None else _case(found)
+
+
+def _case(found: contents.Contents) -> Case:
+    return Case(found.manifest, found.measure, found.references, found.pool, found.floors)

@@ -40,6 +40,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 """What transformers' runs are computed in."""
 KINDS = ("eager", "sdpa")
 """transformers' kinds of attention for a Llama."""
+PROBE = "probe"
+"""The probe's run folder inside a run folder."""
+_OF_MODEL = ("fingerprint", "config_digest", "dtype")
 _AGAIN = "copy or make the folder again"
 
 
@@ -74,6 +77,21 @@ def read(folder: Path) -> Contents:
         more = f" ({len(odd) - 1} more)" if len(odd) > 1 else ""
         raise Refusal(odd[0] + more, where=folder, remedy=_AGAIN)
     return Contents(manifest, measure, references, pool, floors)
+
+
+def read_probe(folder: Path, of: Manifest) -> Contents | None:
+    """The probe in a run folder, whose manifest is `of`; None where it was made without one."""
+    if not (folder / PROBE).exists():
+        return None
+    found = read(folder / PROBE)
+    for key, wanted in {"probe": True, **{key: getattr(of, key) for key in _OF_MODEL}}.items():
+        value = getattr(found.manifest, key)
+        if value != wanted:
+            what = (
+                f"{key} is {str(value)[:40]}, expected {str(wanted)[:40]} as the folder around it"
+            )
+            raise Refusal(what, where=folder / PROBE / "manifest.json", remedy=_AGAIN)
+    return found
 
 
 def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:

@@ -118,12 +118,14 @@ class Inputs:
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
 
-    `distinct` of the members differ bitwise.
+    `distinct` of the members differ bitwise. `widest` is the longest row whose numbers the
+    sequential member added up one after another.
     """
 
     members: list[str]
     kinds: list[str]
     distinct: int
+    widest: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}

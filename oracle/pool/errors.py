@@ -26,11 +26,20 @@ _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
 
 def write(
-    path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS
+    path: Path,
+    truth: Trace,
+    members: Mapping[str, Trace],
+    *,
+    kinds: Sequence[str] = KINDS,
+    widest: int = 0,
 ) -> Pool:
-    """Measures the members, in the order of `members_of`, into one file."""
+    """Measures the members, in the order of `members_of`, into one file.
+
+    `widest` is the longest row that the sequential member added up.
+    """
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
-    pool = Pool(names, list(kinds), len(distinct_of({name: members[name] for name in names})))
+    distinct = len(distinct_of({name: members[name] for name in names}))
+    pool = Pool(names, list(kinds), distinct, widest)
     with writer(path, _shapes(truth, len(names), len(kinds))) as out:
         for m, name in enumerate(names):
             _measure_logits(out.arrays, m, members[name], truth)

@@ -73,10 +73,11 @@ class Reference:
     """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, in one dtype.
 
     `kinds` are the kinds of attention that it has; the runs of the last one stay as references.
+    `widest` is the longest row that a norm has added up in order so far.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
+        self.checkpoint, self.dtype, self.widest = checkpoint, dtype, 0
         self._model: Any = _built(checkpoint, dtype).eval()
         self.kinds: tuple[str, ...] = ("eager", "sdpa")
         if is_neighbour(checkpoint):
@@ -92,8 +93,10 @@ class Reference:
         in_order = attention == "sequential"
         self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
-        with orders.Sequential() if in_order else contextlib.nullcontext():
+        order = orders.Sequential()
+        with order if in_order else contextlib.nullcontext():
             outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
         meta = Meta(
             plan=plan,

@@ -29,7 +29,7 @@ from oracle.formats.trace import Meta, Trace
 Array = npt.NDArray[Any]
 N, PROMPT, VOCAB, LAYERS, HEADS, DIM = 24, 5, 64, 2, 2, 8
 NOISE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}
-MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked", "sequential-full"]
 LINUX = {"os": "Linux", "python": "3.11.9", "threads": 2}
 
 
@@ -101,7 +101,7 @@ def _case(
         meta(judged["full"], engine="truth", dtype="float64", weights_dtype=dtype), arrays
     )
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
-    members = [m for m in members if m.startswith("sdpa")] if probe else members
+    members = [m for m in members if not m.startswith("eager")] if probe else members
     kinds = ["sdpa"] if probe else ["eager", "sdpa"]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
     caches = {
@@ -140,7 +140,7 @@ def _case(
         },
         generated=[],
         pool=members,
-        pool_distinct=len(members),
+        pool_distinct=len(members) - 1,
         left_out={},
         ignored_keys=[],
         packed="",
@@ -148,7 +148,7 @@ def _case(
         inputs="i" * 64,
         probe=probe,
     )
-    return Case(manifest, truth, references, Pool(members, kinds, len(members)), floors)
+    return Case(manifest, truth, references, Pool(members, kinds, len(members) - 1), floors)
 
 
 def _files(judged: Mapping[str, Plan]) -> list[str]:
