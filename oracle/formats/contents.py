@@ -87,9 +87,7 @@ def read_probe(folder: Path, of: Manifest) -> Contents | None:
     for key, wanted in {"probe": True, **{key: getattr(of, key) for key in _OF_MODEL}}.items():
         value = getattr(found.manifest, key)
         if value != wanted:
-            what = (
-                f"{key} is {str(value)[:40]}, expected {str(wanted)[:40]} as the folder around it"
-            )
+            what = f"{key} is {str(value)[:40]}, expected {str(wanted)[:40]} as around it"
             raise Refusal(what, where=folder / PROBE / "manifest.json", remedy=_AGAIN)
     return found
 
