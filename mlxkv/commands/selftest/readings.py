@@ -77,7 +77,8 @@ def of_members(case: Case) -> list[Reading]:
     found = []
     for i, member in enumerate(case.pool.members):
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
-        run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
+        at = np.asarray(case.truth.positions)
+        run = Measures(at, np.arange(len(at)), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
