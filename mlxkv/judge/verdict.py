@@ -55,7 +55,7 @@ def judge(
     runs, refused = admit(case, candidates, case.manifest.dtype)
     exact_runs, exact_refused = admit(case, exact, "float64")
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
-    gates, doubts = _gates(yardstick, measures, runs, exact_runs)
+    gates, doubts, said = _gates(yardstick, measures, runs, exact_runs)
     reasons = trusted.reasons + refused + exact_refused + doubts
     if not candidates and not exact:
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
@@ -68,7 +68,7 @@ def judge(
         gates=tuple(gates),
         controls=trusted.controls,
         reasons=tuple(reasons),
-        notes=tuple(notes(yardstick, runs, gates, outcome)),
+        notes=(*said, *notes(yardstick, runs, gates, outcome)),
         first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
         figures=tuple(_figures(yardstick, plan, run) for plan, run in runs.items()),
         tables=delta.page_tables(case, runs),
@@ -105,22 +105,26 @@ def _gates(
     measures: Mapping[str, Measures],
     runs: Mapping[str, Trace],
     exact: Mapping[str, Trace],
-) -> tuple[list[Gate], list[str]]:
+) -> tuple[list[Gate], list[str], list[str]]:
+    """The gates, what leaves the verdict open, and notes."""
     gates, doubts = algebra_gates(yardstick, exact)
+    of_logits, notes = list[Gate](), list[str]()
     for plan, run in measures.items():
-        gates += logit_gates(yardstick, plan, run)
-        doubts += _too_near(yardstick, plan, run)
-    of_cache, odd = cache_gates(yardstick, runs.get("step"))
+        of_logits += logit_gates(yardstick, plan, run)
+        notes += _too_near(yardstick, plan, run)
+    others = [*of_logits, cached_gate(yardstick, runs)]
+    of_cache, odd, laid = cache_gates(yardstick, runs.get("step"), others)
     doubts = engine_reasons([*runs.values(), *exact.values()]) + doubts + odd
-    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts
+    return [*gates, *others, *of_cache], doubts, notes + laid
 
 
 def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
-    """A float32 run nearer to the truth than any correct engine means that the pool is wrong.
+    """A note on a float32 run nearer to the truth than any that computes in float32 throughout.
 
-    The ratio is to what the members read: a floor that was raised to one ulp makes a small sigma
-    and says nothing about the pool. Against the mean of n runs nothing can be said either, since
-    the truth itself could not read less than 1 / sqrt(n).
+    To be accurate is no mistake: an engine may compute in float64 inside, or make its tables so.
+    Whether the pool is too far from the truth is asked of the pool itself (`controls.py`). The
+    ratio is to what its members read: a floor that was raised to one ulp makes a small sigma and
+    says nothing. Nor does the mean of n runs, where no sigma can be below 1 / sqrt(n).
     """
     case = yardstick.case
     if case.manifest.dtype != "float32" or not case.has_truth:
@@ -129,10 +133,7 @@ def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
         sigma = pooled(run.rms / yardstick.floors.pool[run.positions])
     if not sigma < limits.SIGMA_LEAST:
         return []
-    return [
-        f"plan {plan}: sigma is {sigma:.2g}, expected at least {limits.SIGMA_LEAST}: "
-        "the pool is further from the truth than the candidate"
-    ]
+    return [f"plan {plan}: sigma is {sigma:.2g}: nearer to the truth than float32 throughout is"]
 
 
 def _outcome(gates: Sequence[Gate], reasons: Sequence[str], trusted: Trust) -> Outcome:

@@ -55,6 +55,8 @@ def make_case(
     dtype: str = "float32",
     seed: int = 0,
     noise: float | None = None,
+    heads: int = HEADS,
+    dim: int = DIM,
 ) -> Case:
     """The oracle's side."""
     rng, size, judged = (
@@ -66,7 +68,7 @@ def make_case(
         "logits": 8 * rng.standard_normal((n, VOCAB)),
         "positions": np.arange(n, dtype=np.int32),
     }
-    arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
+    arrays |= {name: rng.standard_normal((heads, n, dim)) for name in cache_names()}
     truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
