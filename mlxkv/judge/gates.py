@@ -15,13 +15,12 @@ from mlxkv.judge import layout, limits, measure
 from mlxkv.judge.admission import cache_reasons, layers
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
-from mlxkv.judge.layout import Kind
+from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
-KINDS: tuple[Kind, ...] = ("keys", "values")
 _OF_CACHE: dict[Kind, tuple[GateName, GateName, GateName]] = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
     "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),

@@ -6,16 +6,21 @@ The layouts are written down here once more, from the truth to what is stored.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import models
 import numpy as np
+import own_llama
 import pytest
+from command import mlxkv
 from synthetic import (
     LAYERS,
-    N,
     NOISE,
     Array,
+    N,
     changed,
     make_algebra,
     make_candidates,
@@ -23,11 +28,13 @@ from synthetic import (
     noisy,
 )
 
-from mlxkv.judge.case import Case
+from mlxkv.engines import own
+from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.layout import find
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
-from oracle.formats.trace import Trace
+from oracle.formats.plan import judged_plans
+from oracle.formats.trace import Meta, Trace
 
 HEADS = {"mha": (4, 8), "gqa": (2, 12), "mqa": (1, 16)}
 """By name K and D; where D is 12 it is not hidden / heads of any usual model."""
@@ -345,3 +352,106 @@ def test_noise_of_the_size_of_the_floor_does_not_hide_a_layout() -> None:
         keys = noisy(case.truth.arrays[name], rng, NOISE["bfloat16"] / 4)
         runs["step"] = changed(runs["step"], name, lambda _, keys=keys: before_rope(keys))
     assert len(said(judge(case, runs))) == 1
+
+
+# A real tiny model: one's own Llama, whose cache is another one.
+
+METAS = """
+
+def metas(x):
+    B, H, L, D = x.shape
+    return x.reshape(B, H, L, 2, D // 2).swapaxes(-1, -2).reshape(B, H, L, D)
+"""
+ROPE = "mx.fast.rope(a, D, traditional=False, base=theta, scale=1.0, offset=cache.offset)"
+TURN = (
+    "        queries, keys = (\n"
+    f"            {ROPE}\n            for a in (queries, keys)\n        )\n"
+    "        keys, values = cache.update(keys, values)\n"
+)
+LATE = (
+    f"        queries = {ROPE.replace('(a', '(queries')}\n"
+    "        keys, values = cache.update(keys, values)\n"
+    f"        keys = {ROPE.replace('(a', '(keys').replace('cache.offset', '0')}\n"
+)
+STATE = "return self.keys, self.values\n\n"
+ENGINES: dict[str, tuple[tuple[str, str], list[str]]] = {
+    "Meta's order": (
+        ("fast.rope(a, D, traditional=False", "fast.rope(metas(a), D, traditional=True"),
+        ["keys are kept in Meta's order (neighbours make a pair); compared after undoing that"],
+    ),
+    "before RoPE": (
+        (TURN, LATE),
+        ["keys are kept before RoPE; compared after undoing that"],
+    ),
+    "newest first": (
+        (STATE, "return self.keys[:, :, ::-1], self.values[:, :, ::-1]\n\n"),
+        [
+            f"{kind} are kept newest first; compared after undoing that"
+            for kind in ("keys", "values")
+        ],
+    ),
+    "values times 2": (
+        (STATE, "return self.keys, 2 * self.values\n\n"),
+        ["values are kept times 2; compared after undoing that"],
+    ),
+    "transposed": (
+        (STATE, "return self.keys.swapaxes(2, 3), self.values.swapaxes(1, 2)\n\n"),
+        [
+            "keys are kept as [2, 8, 24] instead of [2, 24, 8]; compared after undoing that",
+            "values are kept as [24, 2, 8] instead of [2, 24, 8]; compared after undoing that",
+        ],
+    ),
+}
+
+
+def engine(folder: Path, *changes: tuple[str, str]) -> Path:
+    text = Path(own_llama.__file__).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.py").write_text(text + METAS)
+    return folder / "mine.py"
+
+
+def verdict_on(file: Path, folder: Path, answer: Path) -> Verdict:
+    """The verdict on the file's model, which runs in this process."""
+    case, source = read_case(answer), own.find(f"{file}:load")
+    model = own.load(source, str(folder), "float32")
+    runs = {}
+    for name, plan in judged_plans(models.SEQUENCE, prompt=models.PROMPT).items():
+        arrays = own.OwnRunner(model, plan, name="mine", vocab=40).run().arrays()
+        runs[name] = Trace(Meta(plan, "mine", "", "float32"), arrays)
+    return judge(case, runs)
+
+
+@pytest.fixture
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("_own_path")
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_ones_own_in_every_layout(
+    name: str, folder_of: Callable[[str], Path], answer: Path, tmp_path: Path
+) -> None:
+    change, notes = ENGINES[name]
+    verdict = verdict_on(engine(tmp_path, change), folder_of("gqa"), answer)
+    assert (verdict.outcome, verdict.scopes, said(verdict)) == ("agree", ("logits", "cache"), notes)
+
+
+# The newest row is attended to, but what is kept of position 12 is the row before it.
+KEEP = "        self.keys, self.values, self.offset = keys, values, keys.shape[2]\n"
+STALE = KEEP + (
+    "        if keys.shape[2] == 13:\n"
+    "            self.keys = mx.concatenate([keys[:, :, :12], keys[:, :, 11:12]], axis=2)\n"
+)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_layout_is_named_by_compare(answer: Path, tmp_path: Path, right: bool) -> None:
+    change, (note,) = ENGINES["Meta's order"]
+    mine = engine(tmp_path, change, *(() if right else ((KEEP, STALE),)))
+    done = mlxkv("compare", "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "o")
+    assert done.returncode == (0 if right else 1), done.stdout + done.stderr
+    assert (f"note: {note}" in done.stdout.splitlines()) == right
