@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, CropRefusal, PlanRunner, blamed_on, host
+from mlxkv.engines.runner import Array, Batch, CropRefusal, PlanRunner, blamed_on, host
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
@@ -95,21 +95,34 @@ class OwnRunner(PlanRunner):
     def held(self, name: str) -> int:
         return self.fed[name]
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V)."""
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(B, len(places), V). A batch that the model does not take ends its step alone."""
         import mlx.core as mx
 
         held, cache = self.fed[name], self.caches[name]
         self.check_position(index_pos, held, "the cache has the position")
         given = self._made() if cache is None else cache
+        try:
+            logits = self._logits(rows, given)
+        except Refusal as error:
+            if len(rows) == 1:
+                raise
+            raise Inexpressible(f"a batch of {len(rows)}, as {error.what}") from error
+        self.fed[name] = 0 if cache is None else held + len(rows[0])
+        return host(logits[:, mx.array(places)])
+
+    def _logits(self, rows: Batch, cache: Any) -> Any:
+        """The model's logits, an mx.array (B, L, V)."""
+        import mlx.core as mx
+
         with blamed_on(self.name, CALL):
-            logits = self.model(mx.array([tokens]), cache=given)
+            logits = self.model(mx.array(rows), cache=cache)
             if isinstance(logits, mx.array):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
-        _check(logits, [1, len(tokens), self.vocab], self.name)
-        self.fed[name] = 0 if cache is None else held + len(tokens)
-        rows = logits[0]
-        return host(rows if self.plan.rows == "all" else rows[-1:])
+        _check(logits, [len(rows), len(rows[0]), self.vocab], self.name)
+        return logits
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -119,7 +132,7 @@ class OwnRunner(PlanRunner):
         """The rows of caches whose layers all show them as mlx-lm's do, `state` up to `offset`."""
         for name, cache in self.caches.items():
             with blamed_on(self.name, "a cache's state"):
-                rows = [_rows(layer) for layer in cache or []]
+                rows = [_rows(layer, self.batches[name] or 1) for layer in cache or []]
             for i, pair in enumerate(rows):
                 if pair is not None and None not in rows:
                     yield name, i, *pair
@@ -145,16 +158,16 @@ def _check(logits: Any, expected: list[int], name: str) -> None:
         raise Refusal(f"{CALL} gave {found}, {expects}", where=name)
 
 
-def _rows(layer: Any) -> tuple[Any, Any] | None:
-    """keys and values, each [K, S, D], of one layer's cache; None where it does not show them."""
+def _rows(layer: Any, batch: int) -> tuple[Any, Any] | None:
+    """keys and values, each [B, K, S, D], of one layer's cache; None where it shows none."""
     import mlx.core as mx
 
     state, offset = getattr(layer, "state", None), getattr(layer, "offset", None)
     if not isinstance(offset, int) or not isinstance(state, tuple | list) or len(state) < 2:
         return None
-    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in state[:2]):
+    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == batch for a in state[:2]):
         return None
-    return state[0][0, :, :offset], state[1][0, :, :offset]
+    return state[0][:, :, :offset], state[1][:, :, :offset]
 
 
 def require(model: Any, name: str) -> Any:
@@ -193,6 +206,8 @@ def follow(job: Job) -> None:
     environment, checkpoint = job.prepare(job.device)
     model = load(source, str(checkpoint.folder), job.dtype)
     facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
+    if getattr(model, "deterministic", True) is False:
+        facts |= {"deterministic": False}  # the judge asks for it
     meta = job.meta(checkpoint, facts, engine=source.name, version="")
 
     def begin(plan: Plan) -> tuple[OwnRunner, Meta]:
