@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import mlx.core as mx
 import models
 import numpy as np
 import own_llama
@@ -420,7 +422,7 @@ def verdict_on(file: Path, folder: Path, answer: Path) -> Verdict:
     model = own.load(source, str(folder), "float32")
     runs = {}
     for name, plan in judged_plans(models.SEQUENCE, prompt=models.PROMPT).items():
-        arrays = own.OwnRunner(model, plan, name="mine", vocab=40).run().arrays()
+        arrays = own.OwnRunner(model, plan, name="mine", vocab=40, heads=(2, 8)).run().arrays()
         runs[name] = Trace(Meta(plan, "mine", "", "float32"), arrays)
     return judge(case, runs)
 
@@ -438,6 +440,27 @@ def test_an_engine_of_ones_own_in_every_layout(
     change, notes = ENGINES[name]
     verdict = verdict_on(engine(tmp_path, change), folder_of("gqa"), answer)
     assert (verdict.outcome, verdict.scopes, said(verdict)) == ("agree", ("logits", "cache"), notes)
+
+
+@pytest.mark.parametrize(("tokens", "capacity"), [(24, 24), (5, 5), (5, 32), (2, 32), (8, 8)])
+def test_the_tokens_in_use_are_cut_in_every_layout_of_the_state(tokens: int, capacity: int) -> None:
+    """K is 2 and D is 8; the buffer may be larger than what is used, or than D."""
+    usual = mx.random.normal((1, 2, capacity, 8))
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (0, 2, 3, 1)):
+        shown = usual.transpose(axes)
+        layer = SimpleNamespace(state=(shown, shown), offset=tokens)
+        pair = own._rows(layer, 1, (2, 8))
+        assert pair is not None
+        wanted = usual[:, :, :tokens].transpose(axes)
+        # Eight tokens of eight channels each can be either; then nothing is lost.
+        assert pair[0].shape == wanted.shape
+        assert mx.array_equal(pair[0], wanted)
+
+
+def test_heads_are_read_from_a_config() -> None:
+    assert own.heads_of(models.config("mqa")) == (1, 12)
+    assert own.heads_of({"num_attention_heads": 4, "hidden_size": 32}) == (4, 8)
+    assert own.heads_of({"hidden_size": 32}) == own.heads_of({}) == ()
 
 
 # The newest row is attended to, but what is kept of position 12 is the row before it.
