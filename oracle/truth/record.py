@@ -49,6 +49,9 @@ def write(
         streams = llama.follow(
             weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
+        tables = llama.rope_tables(config, len(call.tokens))
+        for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
+            out.arrays[name][...] = table.numpy()
         most, apart = llama.write_logits(streams, weights.head(config), out.arrays["logits"])
         out.arrays["positions"][...] = np.arange(len(tokens))
         out.arrays["steps"][...] = len(plan.steps) - 1
@@ -64,6 +67,7 @@ def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
         "steps": (np.int32, (n,)),
         "logits": (np.float64, (n, config.vocab_size)),
     }
+    arrays |= dict.fromkeys(trace.ROPE_TABLES, (np.float64, (n, config.head_dim // 2)))
     for key, name in names.items():
         for i in range(config.n_layers):
             arrays[name.format(i)] = (np.float64, taps.get(key, kv))

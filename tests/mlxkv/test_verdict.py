@@ -323,10 +323,6 @@ UNTOLD: dict[str, tuple[Mapping[str, Trace], str]] = {
         ),
         "kv/a/000/keys has shape [2, 23, 8], expected [2, 24, 8]",
     ),
-    "nearer to the truth than noise allows": (
-        with_step(lambda t: changed(t, "logits", lambda a: CASE.truth.logits.astype(np.float32))),
-        "plan step: sigma is 0.0",
-    ),
 }
 
 
@@ -342,6 +338,15 @@ def test_what_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
     )
     assert reason in " / ".join(verdict.reasons)
     json.dumps(verdict.to_json(), allow_nan=False)
+
+
+def test_more_exact_than_the_pool_is_no_offence_and_a_note() -> None:
+    exact = with_step(lambda t: changed(t, "logits", lambda a: CASE.truth.logits.astype("f4")))
+    verdict = judge(CASE, exact)
+    assert (verdict.outcome, verdict.reasons) == ("agree", ())
+    (note,) = [note for note in verdict.notes if "sigma" in note]
+    assert note.startswith("plan step: sigma is 0.0")
+    assert note.endswith(": nearer to the truth than float32 throughout is")
 
 
 def test_a_run_that_differs_decides_over_one_that_cannot_be_told() -> None:
