@@ -864,7 +864,7 @@ def test_what_was_not_exercised_is_listed() -> None:
         "40 of 64 token ids: 24 were fed, the largest 26; give --tokens with others",
         "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens",
         "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
-        "a second time: no call was repeated, so results that change were not looked for",
+        "repeats: no call was made twice, so results that change were not looked for",
         "the probe: left out, so a long sequence, and ids that span the vocabulary, were not tried",
     )
     assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats={"step": RUNS["step"]}).unseen == (
@@ -872,9 +872,16 @@ def test_what_was_not_exercised_is_listed() -> None:
         "give --tokens with more",
         "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens",
         "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
-        "64 of 84 calls a second time: 20 were made twice, and a fault that comes and goes shows "
-        "in those only",
+        "repeats of 64 of 84 calls: 20 were made twice, and a fault that comes and goes shows in "
+        "those only",
     )
+    every = judge(CASE, RUNS, repeats=RUNS).unseen
+    assert "further repeats: each of 71 calls was made twice" in every
+
+
+def test_a_probe_as_long_as_the_context_leaves_no_positions_beyond() -> None:
+    short = make_probe(n=40)
+    assert not any("positions beyond" in line for line in judge(CASE, RUNS, probe=short).unseen)
 
 
 def test_a_candidate_without_the_probe_is_not_doubtful_for_it() -> None:
@@ -885,7 +892,7 @@ def test_a_candidate_without_the_probe_is_not_doubtful_for_it() -> None:
     verdict = judge(CASE, RUNS, algebra=EXACT, probe=Probed(PROBE.case, full, {}))
     assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
     assert verdict.unseen[-2:] == (
-        "plan probe chunked: no trace of it",
+        "plan probe chunked: no usable trace of it",
         "the probe's cache: no trace of plan chunked",
     )
 
@@ -904,7 +911,7 @@ def test_a_trace_without_mixed_is_not_exercised_and_one_that_failed_is_a_doubt()
     older = {name: t for name, t in RUNS.items() if name != "mixed"}
     verdict = judge(CASE, older)
     assert (verdict.outcome, verdict.notes) == ("agree", ())
-    assert "plan mixed: no trace of it" in verdict.unseen
+    assert "plan mixed: no usable trace of it" in verdict.unseen
     assert (
         "several tokens after single ones, a chunk longer than what is held, a third chunk: no "
         "plan compared has such calls" in verdict.unseen
