@@ -11,20 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxkv.judge import layout, limits, measure
-from mlxkv.judge.admission import cache_reasons, layers
+from mlxkv.judge import limits, measure
 from mlxkv.judge.case import Case
-from mlxkv.judge.floors import Floors, cache_floors, logit_floors
-from mlxkv.judge.layout import KINDS, Kind
+from mlxkv.judge.floors import Floors, logit_floors
 from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
-
-_OF_CACHE: dict[Kind, tuple[GateName, GateName, GateName]] = {
-    "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
-    "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +47,7 @@ def logit_gates(
     floors = yardstick.floors if floors is None else floors
     sigmas = run.rms / floors.rms[rows]
     sigma = pooled(sigmas)
-    first = None if sigma <= limits.SIGMA else _first(at[~(sigmas <= limits.SIGMA)])
+    first = None if sigma <= limits.SIGMA else first_of(at[~(sigmas <= limits.SIGMA)])
     flipped = run.best != truth.best[rows]
     flipped &= truth.margin[rows] > limits.FLIP_MARGIN * floors.peak[rows]
     peaks, shifts = run.peak / floors.peak[rows], np.abs(run.shift) / floors.shift[rows]
@@ -78,34 +71,26 @@ def pooled(ratios: Floats) -> float:
     return float(np.sqrt(np.mean(ratios * ratios)))
 
 
-def algebra_gates(
-    yardstick: Yardstick, traces: Mapping[str, Trace]
-) -> tuple[list[Gate], list[str]]:
-    """The gates on float64 runs, and what leaves the verdict open.
+def algebra_gates(yardstick: Yardstick, traces: Mapping[str, Trace]) -> list[Gate]:
+    """The gates on the logits of float64 runs.
 
     Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
     decide.
     """
-    case, gates, reasons = yardstick.case, list[Gate](), list[str]()
-    cached = traces.get(case.cached)
+    case, gates = yardstick.case, list[Gate]()
     for plan, trace in traces.items():
         untrue = None if case.has_truth else "not run: no truth for this architecture"
         why = untrue or _unproved(trace)
         if why is not None:
-            gates.append(_not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
+            gates.append(not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
             continue
         at, errors = measure.largest_error(trace, case.truth)
         ratios = errors / yardstick.truth.largest.max()
         gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
-    if cached is not None and layers(cached) > 0 and _unproved(cached) is None and case.has_truth:
-        sound = all(gate.ran and not gate.failed for gate in gates)
-        gate, odd = _algebra_cache_gate(yardstick, cached, sound=sound)
-        gates.append(gate)
-        reasons += odd
     if not gates:
         why = "not run: no float64 run of this engine"
-        gates.append(_not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
-    return gates, reasons
+        gates.append(not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
+    return gates
 
 
 def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
@@ -122,104 +107,12 @@ def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
     elif traces[plan].meta.engine != traces[other].meta.engine:
         why = "the two traces are of different engines"
     if why is not None:
-        return _not_run(name, plan, limits.CACHED, f"not run: {why}")
+        return not_run(name, plan, limits.CACHED, f"not run: {why}")
     at, rms = measure.difference(traces[plan], traces[other])
     held = np.isin(at, case.truth.positions)
     at, rms = at[held], rms[held]
     ratios = rms / yardstick.floors.cached[measure.rows_of(case.truth, at.tolist())]
     return _by_position(case, name, plan, at, ratios, limits.CACHED)
-
-
-def cache_gates(
-    yardstick: Yardstick, cached: Trace | None, others: Sequence[Gate] = ()
-) -> tuple[list[Gate], list[str], list[str]]:
-    """The gates on keys and values of `Case.cached`, what leaves the verdict open, and notes.
-
-    `others` are all gates on logits, and cached against uncached. Only where each of them ran and
-    passed may the cache be laid out in another way than the truth's (`layout.py`).
-    """
-    case, largest, sound = yardstick.case, yardstick.cache_largest, _sound(others)
-    why, odd = _unread(yardstick, cached, sound)
-    if cached is None or largest is None or why is not None:
-        gates = [gate for kind in KINDS for gate in _left_out(case, kind, f"not run: {why}")]
-        return gates, odd, []
-    floors, gates, notes = cache_floors(case, largest), list[Gate](), list[str]()
-    for kind, floor in zip(KINDS, floors, strict=True):
-        of, note = _kind_gates(case, cached, kind, floor, sound=sound)
-        gates, notes = gates + of, notes + note
-    return gates, [], notes
-
-
-def _kind_gates(
-    case: Case, cached: Trace, kind: Kind, floor: Floats, *, sound: bool
-) -> tuple[list[Gate], list[str]]:
-    """The gates on keys, or on values, in the truth's layout or in the one that is found."""
-    plain = layout.shape(cached, kind) == layout.wanted(case.truth, kind)
-    if plain:
-        rms, _ = measure.kind_errors(cached, case.truth, kind)
-        gates = _ratios_of(case, kind, rms / floor)
-        if not sound or not any(gate.failed for gate in gates):
-            return gates, []
-    undo, note = layout.undoing(cached, case.truth, kind)
-    if undo is None:
-        return _left_out(case, kind, f"not compared: {note}"), []
-    if plain and not note:
-        return gates, []
-    rms, _ = measure.kind_errors(cached, case.truth, kind, undo)
-    return _ratios_of(case, kind, rms / floor), [note]
-
-
-def _sound(gates: Sequence[Gate]) -> bool:
-    """Whether each gate ran and passed, cached against uncached among them."""
-    cached = any(gate.name == GateName.CACHED for gate in gates)
-    return cached and all(gate.ran and not gate.failed for gate in gates)
-
-
-def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
-    """The gates on keys and values, from their errors in floors (keys and values, layers, K, n).
-
-    Per layer and head, of which the worst decides: the median over positions, the 95th percentile,
-    and the worst row.
-    """
-    pairs = zip(KINDS, ratios, strict=True)
-    return [gate for kind, of in pairs for gate in _ratios_of(case, kind, of)]
-
-
-def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
-    """The gates on one kind's `of` (layers, K, n)."""
-    names, (median, most, worst) = _OF_CACHE[kind], _cache_limits(case)
-    return [
-        _over_rows(case, names[0], of, np.median(of, axis=-1), median),
-        _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
-        _in_cache(case, names[2], of[None], worst),
-    ]
-
-
-def _left_out(case: Case, kind: Kind, why: str) -> list[Gate]:
-    """The gates on keys, or on values, that did not run."""
-    pairs = zip(_OF_CACHE[kind], _cache_limits(case), strict=True)
-    return [_not_run(name, case.cached, limit, why) for name, limit in pairs]
-
-
-def _cache_limits(case: Case) -> tuple[float, float, float]:
-    median = limits.KV_MEDIAN_PACKED if case.manifest.packed else limits.KV_MEDIAN
-    return median, limits.KV_MOST, limits.KV_WORST
-
-
-def _unread(
-    yardstick: Yardstick, cached: Trace | None, sound: bool
-) -> tuple[str | None, list[str]]:
-    """Why keys and values cannot be measured, and what of that leaves the verdict open."""
-    case = yardstick.case
-    if yardstick.cache_largest is None:
-        return case.truth.meta.no_cache or "no keys in the oracle folder", []
-    if cached is None or layers(cached) == 0:
-        return f"no trace of plan {case.cached}" if cached is None else "no keys in trace", []
-    odd = cache_reasons(cached, case.truth)
-    if sound and all(layout.shaped(cached, case.truth, kind) for kind in KINDS):
-        return None, []
-    # Of another architecture no layout of the cache is the standard; if it lost a row, logits tell.
-    return odd[0] if odd else None, odd if case.has_truth else []
 
 
 def _unproved(trace: Trace) -> str | None:
@@ -235,69 +128,24 @@ def within(value: object, limit: float) -> bool:
     return isinstance(value, int | float) and value <= limit
 
 
-def _algebra_cache_gate(
-    yardstick: Yardstick, trace: Trace, *, sound: bool
-) -> tuple[Gate, list[str]]:
-    """Relative to each layer's largest key or value: layers differ by orders of magnitude.
-
-    If the float64 logits are `sound`, the cache may be laid out in another way than the truth's.
-    """
-    name, case, largest = GateName.ALGEBRA_CACHE, yardstick.case, yardstick.cache_largest
-    odd = cache_reasons(trace, case.truth)
-    shaped = sound and all(layout.shaped(trace, case.truth, kind) for kind in KINDS)
-    if (odd and not shaped) or largest is None:
-        why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
-        return _not_run(name, case.cached, limits.ALGEBRA, why), odd
-    largest = np.maximum(largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
-    if not odd:
-        _, errors = measure.cache_errors(trace, case.truth)
-        gate = _in_cache(case, name, errors / largest, limits.ALGEBRA)
-        if not sound or not gate.failed:
-            return gate, []
-    found = []
-    for kind in KINDS:
-        undo, note = layout.undoing(trace, case.truth, kind)
-        if undo is None:
-            return _not_run(name, case.cached, limits.ALGEBRA, f"not compared: {note}"), []
-        found.append(measure.kind_errors(trace, case.truth, kind, undo)[1])
-    return _in_cache(case, name, np.stack(found) / largest, limits.ALGEBRA), []
-
-
-def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
-    """`ratios` (layers, K, n), and `over_n` (layers, K) made of them; the worst head decides."""
-    layer, head = (int(i) for i in np.unravel_index(int(np.argmax(over_n)), over_n.shape))
-    value, above = float(over_n[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
-    first = None if value <= limit else _first(above)
-    return Gate(name, case.cached, value, limit, layer=layer, head=head, first=first)
-
-
-def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
-    """`ratios` (kinds, layers, K, n); the worst row decides."""
-    worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
-    _, layer, head, position = (int(i) for i in worst)
-    value, text = float(ratios.max()), case.text(position)
-    first = _first(np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2))))
-    return Gate(name, case.cached, value, limit, position, text, layer, head, first)
-
-
 def _by_position(
     case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
-    worst, first = int(np.argmax(ratios)), _first(at[~(ratios <= limit)])  # NaN is the largest
+    worst, first = int(np.argmax(ratios)), first_of(at[~(ratios <= limit)])  # NaN is the largest
     value, position = float(ratios[worst]), int(at[worst])
     return Gate(name, plan, value, limit, position, case.text(position), first=first)
 
 
 def _count(case: Case, name: GateName, plan: str, at: Array, wrong: Bools) -> Gate:
     """How many positions are `wrong`; none may be."""
-    first = _first(at[wrong])
+    first = first_of(at[wrong])
     text = case.text(first) if first is not None else None
     return Gate(name, plan, float(wrong.sum()), 0.0, first, text, first=first)
 
 
-def _first(positions: Array) -> int | None:
+def first_of(positions: Array) -> int | None:
     return int(positions[0]) if len(positions) else None
 
 
-def _not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
+def not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
     return Gate(name, plan, float("nan"), limit, reason=reason)

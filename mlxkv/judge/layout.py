@@ -109,9 +109,10 @@ def wanted(truth: Trace, kind: Kind) -> tuple[int, ...]:
     return tuple(truth.arrays[_name(0, kind)].shape)
 
 
-def shape(trace: Trace, kind: Kind) -> tuple[int, ...]:
-    """That of the first layer's keys or values as they are stored."""
-    return tuple(trace.arrays[_name(0, kind)].shape)
+def same_shape(trace: Trace, truth: Trace, kind: Kind) -> bool:
+    """Whether every layer's keys or values have the truth's shape."""
+    names = [_name(layer, kind) for layer in range(layers(truth))]
+    return all(trace.arrays[name].shape == truth.arrays[name].shape for name in names)
 
 
 def shaped(trace: Trace, truth: Trace, kind: Kind) -> bool:
@@ -132,7 +133,7 @@ def undoing(trace: Trace, truth: Trace, kind: Kind) -> tuple[Callable[[Array], A
     layout = find(trace, truth, kind)
     if layout is None:
         return None, f"{kind} laid out in another way, or wrong: not judged"
-    words = layout.words(shape(trace, kind), wanted(truth, kind))
+    words = layout.words(trace.arrays[_name(0, kind)].shape, wanted(truth, kind))
     note = f"{kind} are kept {words}; compared after undoing that" if words else ""
     return partial(layout.undo, truth=truth, kind=kind), note
 

@@ -65,7 +65,7 @@ def judge(
         gates=tuple(gates),
         controls=tuple(control for one in sequences for control in _controls(one)),
         reasons=tuple(reasons),
-        notes=(*_said(sequences), *notes(main, outcome, probed=probed is not None)),
+        notes=(*_notes(sequences), *notes(main, outcome, probed=probed is not None)),
         unseen=tuple(unseen(main, probed, why_no_probe=_why_no_probe(case, probe))),
         found=finding(sequences) if outcome == "differ" else "",
         first_wrong=_first_wrong(sequences) if outcome == "differ" else None,
@@ -117,6 +117,11 @@ def _of_all(sequences: Sequence[Judged]) -> list[str]:
     return found
 
 
+def _notes(sequences: Sequence[Judged]) -> list[str]:
+    """What each sequence's runs are said to be, once."""
+    return list(dict.fromkeys(note for one in sequences for note in one.notes))
+
+
 def _named(one: Judged) -> list[Gate]:
     """The gates, under the names of the plans in the verdict.
 
@@ -125,11 +130,6 @@ def _named(one: Judged) -> list[Gate]:
     if not one.name:
         return list(one.gates)
     return [replace(gate, plan=one.shown(gate.plan)) for gate in one.gates if gate.ran]
-
-
-def _said(sequences: Sequence[Judged]) -> list[str]:
-    """The sequences' own notes; what both say is said once."""
-    return list(dict.fromkeys(note for one in sequences for note in one.notes))
 
 
 def _controls(one: Judged) -> list[Control]:

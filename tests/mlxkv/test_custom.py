@@ -62,7 +62,7 @@ def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(
     verdict = json.loads((out / "compare.json").read_text())
     assert (verdict["subject"]["engine"], verdict["plans"]) == (
         "own_llama.py:load",
-        ["full", "step", "prefixes", "chunked"],
+        ["full", "step", "prefixes", "chunked", "mixed"],
     )
     assert [g["name"] for g in verdict["gates"] if not g["ran"]] == ["algebra (float64)"]
     assert sorted(verdict["environment"]) == ["oracle", "own_llama.py:load"]
@@ -176,6 +176,7 @@ def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_p
     assert [g["plan"] for g in verdict["gates"] if g["name"] == "sigma" and g["failed"]] == [
         "step",
         "chunked",
+        "mixed",
     ]
 
 
@@ -344,6 +345,62 @@ def test_what_the_convention_cannot_express_is_its_steps_error(
         "b",
         "g",
     ]
+
+
+BATCH = Plan(
+    "batch",
+    (New("a"), Call("a", ((3, 7, 11), (2, 19, 5)), 0), Call("a", ((1,), (8,)), 3)),
+    rows=(0, 2, 3),
+)
+
+
+def test_a_batch_is_followed_and_each_row_is_what_it_is_alone(
+    folder_of: Callable[[str], Path],
+) -> None:
+    arrays = run(OWN, folder_of("gqa"), BATCH).arrays()
+    assert arrays["positions"].tolist() == [0, 2, 0, 2, 3, 3]
+    assert arrays["batch"].tolist() == [0, 0, 1, 1, 0, 1]
+    assert arrays["kv/a/000/keys"].shape == (2, 2, 4, 8)
+    for b, ids in enumerate(((3, 7, 11, 1), (2, 19, 5, 8))):
+        alone = run(OWN, folder_of("gqa"), Plan("one", (New("a"), Call("a", ids, 0)))).arrays()
+        mine = arrays["batch"] == b
+        np.testing.assert_allclose(arrays["logits"][mine], alone["logits"][[0, 2, 3]], atol=1e-5)
+        keys = arrays["kv/a/001/keys"][b]
+        np.testing.assert_allclose(keys, alone["kv/a/001/keys"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (HEAD, f"{HEAD}[:1]", "gave [1, 3, 40] float32, expected [2, 3, 40] of floats"),
+        ("B, L, _ = x.shape", "(B, L, _), (_,) = x.shape, x", "failed with ValueError: too many"),
+    ],
+)
+def test_a_batch_that_a_model_does_not_take_cannot_be_expressed(
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = run(written(tmp_path, (old, new)), folder_of("gqa"), BATCH)
+    assert [outcome.kind for outcome in found.outcomes[:2]] == ["done", "cannot be expressed"]
+    assert "cannot be expressed: a batch of 2, as model(tokens, cache=cache) " in str(
+        found.outcomes[1].error
+    )
+    assert why in str(found.outcomes[1].error)
+
+
+def test_a_cache_that_shows_another_batch_than_it_was_fed_shows_no_rows(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shown = "return self.keys, self.values\n\n"
+    mine = written(tmp_path, (shown, "return self.keys[:1], self.values[:1]\n\n"))
+    arrays = run(mine, folder_of("gqa"), BATCH).arrays()
+    assert sorted(arrays) == ["batch", "logits", "positions", "steps"]
 
 
 @pytest.mark.parametrize(

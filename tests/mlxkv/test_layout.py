@@ -98,7 +98,7 @@ OF_HEADS: dict[str, tuple[str, Stored, str]] = {
 
 def a_case(heads: str, dtype: str) -> Case:
     kv, dim = HEADS[heads]
-    case = make_case(dtype=dtype, heads=kv, dim=dim)
+    case = make_case(dtype=dtype, kv=(kv, dim))
     tables = {"rope/cos": np.cos(angles(dim)), "rope/sin": np.sin(angles(dim))}
     return replace(case, truth=replace(case.truth, arrays=dict(case.truth.arrays) | tables))
 
