@@ -1143,3 +1143,20 @@ def test_traces_find_what_they_are_a_run_of() -> None:
         assign(CASE, PROBE.candidates.values())
     with pytest.raises(Refusal, match="a second trace of plan 'step'"):
         assign(CASE, [RUNS["step"], RUNS["step"]])
+
+
+def test_cached_against_uncached_of_the_probe_goes_by_the_floor_of_its_position() -> None:
+    wide = np.where(PROBE.case.truth.positions > 60, 1.0, PROBE.case.floors["cached"])
+    case = replace(PROBE.case, floors=dict(PROBE.case.floors) | {"cached": wide})
+    off = {
+        plan: changed(t, "logits", on_row(row_at(33), lambda r: r + np.float32(1e-3)))
+        for plan, t in PROBE.candidates.items()
+        if plan == "chunked"
+    }
+    probe = Probed(case, dict(PROBE.candidates) | off, PROBE.algebra)
+    found = next(
+        g
+        for g in judge(CASE, RUNS, probe=probe).gates
+        if (g.name, g.plan) == (CACHED, "probe chunked")
+    )
+    assert (found.failed, found.position) == (True, 33)
