@@ -62,10 +62,11 @@ def make_case(
     dtype: str = "float32",
     seed: int = 0,
     noise: float | None = None,
+    kv: tuple[int, int] = (HEADS, DIM),
 ) -> Case:
-    """The oracle's side."""
-    size = NOISE[dtype] if noise is None else noise
-    return _case(plans(n, prompt), range(n), n=n, prompt=prompt, dtype=dtype, seed=seed, size=size)
+    """The oracle's side; `kv` are K and D."""
+    size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
+    return _case(plans(n, prompt), range(n), **given, dtype=dtype, seed=seed, size=size)
 
 
 def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
@@ -85,6 +86,7 @@ def _case(
     dtype: str,
     seed: int,
     size: float,
+    kv: tuple[int, int] = (HEADS, DIM),
     probe: bool = False,
 ) -> Case:
     """`kept` are the positions of the rows of logits."""
@@ -93,7 +95,7 @@ def _case(
         "logits": 8 * rng.standard_normal((len(kept), VOCAB)),
         "positions": np.array(kept, np.int32),
     }
-    arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
+    arrays |= {name: rng.standard_normal((kv[0], n, kv[1])) for name in cache_names()}
     truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
     members = [m for m in members if m.startswith("sdpa")] if probe else members

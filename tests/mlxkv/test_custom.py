@@ -71,6 +71,63 @@ def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(
     assert str(OWN) not in (out / "compare.json").read_text()
 
 
+# float64 inside, float32 out. MLX's own norm, rotation, softmax and sigmoid are accurate in float32
+# only.
+EXACT = """
+
+def norm64(x, weight, eps):
+    return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def turned64(x, offset, theta):
+    L, D = x.shape[2:]
+    angles = np.arange(offset, offset + L)[:, None] * theta ** (-np.arange(0, D, 2) / D)
+    cos, sin = (mx.array(f(angles), mx.float64) for f in (np.cos, np.sin))
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attention64(queries, keys, values):
+    keys, values = (mx.repeat(a, queries.shape[1] // a.shape[1], axis=1) for a in (keys, values))
+    scores = np.array(queries @ keys.swapaxes(2, 3)) * keys.shape[3] ** -0.5
+    L, S = scores.shape[2:]
+    scores = scores + np.triu(np.full((L, S), -np.inf), S - L + 1)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    return mx.array(shares / shares.sum(-1, keepdims=True), mx.float64) @ values
+"""
+
+
+def test_one_that_is_more_exact_than_the_pool_agrees_with_a_note(
+    answer: Path, tmp_path: Path
+) -> None:
+    attention = (
+        "mx.fast.scaled_dot_product_attention(\n            queries, keys, values, scale=D**-0.5, "
+        'mask="causal" if L > 1 else None\n        )'
+    )
+    norm = 'mx.fast.rms_norm(x, self.weights[f"{name}.weight"], self.config["rms_norm_eps"])'
+    rope = "mx.fast.rope(a, D, traditional=False, base=theta, scale=1.0, offset=cache.offset)"
+    head = 'return self.linear("lm_head", self.norm("model.norm", x))'
+    mine = written(
+        tmp_path,
+        ("from pathlib import Path\n", f"from pathlib import Path\nimport numpy as np\n{EXACT}"),
+        (norm, norm.replace("mx.fast.rms_norm", "norm64")),
+        (rope, "turned64(a, cache.offset, theta)"),
+        (attention, "attention64(queries, keys, values)"),
+        ("gate * mx.sigmoid(gate)", "gate * (0.5 + 0.5 * mx.tanh(0.5 * gate))"),
+        (head, f"{head}.astype(mx.float32)"),
+        ("getattr(mx, dtype)", "mx.float64"),
+    )
+    done = compare(
+        "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out", "--json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["reasons"] == []
+    assert max(g["value"] for g in verdict["gates"] if g["name"] == "sigma") < 0.3
+    notes = [note for note in verdict["notes"] if "nearer to the truth" in note]
+    assert notes[0].startswith("plan full: sigma is 0.")
+
+
 def test_a_wrong_one_differs_and_the_usual_suspect_is_named(answer: Path, tmp_path: Path) -> None:
     mine = written(tmp_path, ('self.config["rope_theta"]', "500000.0"))
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
