@@ -135,7 +135,7 @@ def test_mlx_lm_agrees_with_transformers(verdict_on: Callable[[str], Verdict], n
         ("logits", "cache"),
         (),
     )
-    assert verdict.plans == ("full", "step", "prefixes", "chunked")
+    assert verdict.plans == ("full", "step", "prefixes", "chunked", "mixed")
     gates = worst(verdict)
     # Seen on these models: sigma 0.9 to 1.7, shift up to 4, the worst row of a cache 4.
     assert 0.45 < gates["sigma"].value < 4
@@ -221,7 +221,8 @@ def test_a_member_held_out_is_measured_against_the_mean_of_the_others(made: Path
     ]
     others = np.mean([np.asarray(one.logits, np.float64) for one in pool], axis=0)
     direct = measure.measure(
-        case.references["step"], replace(case.truth, arrays={"logits": others})
+        case.references["step"],
+        replace(case.truth, arrays={"logits": others, "positions": case.truth.positions}),
     )
     through = floors.held_out(measure.measure(case.references["step"], case.truth), case)
     for name in ("rms", "shift", "peak"):
