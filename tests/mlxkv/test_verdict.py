@@ -34,7 +34,9 @@ from synthetic import (
 from mlxkv.judge.assign import assign
 from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.limits import SIGMA_LEAST
+from mlxkv.judge.notes import notes
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
+from mlxkv.judge.sequence import Judged, sequence
 from mlxkv.judge.verdict import judge
 from mlxkv.report import phrases
 from oracle.formats.errors import Refusal
@@ -824,7 +826,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": np.ones((2, PROBE.case.length))},
             ),
         ),
-        "probe: floors.safetensors: rms has shape [2, 300], expected [3, ",
+        "probe: floors.safetensors: rms has shape [2, 300], expected [3, 57]",
     ),
     "floors of another size": (
         replace(
@@ -834,7 +836,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": PROBE.case.floors["rms"] * 1.01},
             ),
         ),
-        "probe: control 'stored rms of sdpa-full'",
+        "probe: control 'stored rms of sdpa-",
     ),
     "fewer rows than its plan keeps": (
         probed(lambda t: rows(t, list(range(len(t.positions) - 1)))),
@@ -988,15 +990,17 @@ def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
 
 
 def test_equal_tokens_leave_masks_to_the_probe() -> None:
-    equal = make_case(tokens=[7] * N)
-    runs = make_candidates(equal)
-    assert judge(equal, runs).notes == (
+    main = sequence(CASE, RUNS, {}, {})
+    assert isinstance(main, Judged)
+    equal = replace(CASE, manifest=replace(CASE.manifest, tokens=[7] * N))
+    main = replace(main, yardstick=replace(main.yardstick, case=equal))
+    assert notes(main, "agree", probed=False) == [
         "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
-    )
-    assert judge(equal, runs, probe=PROBE).notes == (
+    ]
+    assert notes(main, "agree", probed=True) == [
         "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
         "ones",
-    )
+    ]
 
 
 def again(**changes: Callable[[Array], Array]) -> dict[str, Trace]:
