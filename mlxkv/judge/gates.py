@@ -49,14 +49,14 @@ def logit_gates(
     yardstick: Yardstick, plan: str, run: Measures, *, floors: Floors | None = None
 ) -> list[Gate]:
     """The gates on one run's logits; `floors` are others where a member of the pool is held out."""
-    case, truth, at = yardstick.case, yardstick.truth, run.positions
+    case, truth, at, rows = yardstick.case, yardstick.truth, run.positions, run.rows
     floors = yardstick.floors if floors is None else floors
-    sigmas = run.rms / floors.rms[at]
+    sigmas = run.rms / floors.rms[rows]
     sigma = pooled(sigmas)
     first = None if sigma <= limits.SIGMA else _first(at[~(sigmas <= limits.SIGMA)])
-    flipped = run.best != truth.best[at]
-    flipped &= truth.margin[at] > limits.FLIP_MARGIN * floors.peak[at]
-    peaks, shifts = run.peak / floors.peak[at], np.abs(run.shift) / floors.shift[at]
+    flipped = run.best != truth.best[rows]
+    flipped &= truth.margin[rows] > limits.FLIP_MARGIN * floors.peak[rows]
+    peaks, shifts = run.peak / floors.peak[rows], np.abs(run.shift) / floors.shift[rows]
     return [
         _count(case, GateName.FINITE, plan, at, ~run.finite),
         Gate(GateName.SIGMA, plan, sigma, limits.SIGMA, first=first),
@@ -95,7 +95,7 @@ def algebra_gates(
         at, errors = measure.largest_error(trace, case.truth)
         ratios = errors / yardstick.truth.largest.max()
         gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
-        if plan == "step" and layers(trace) > 0:
+        if plan == case.cached and layers(trace) > 0:
             gate, odd = _algebra_cache_gate(yardstick, trace)
             gates.append(gate)
             reasons += odd
@@ -106,37 +106,39 @@ def algebra_gates(
 
 
 def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
-    """Cached against uncached of the same engine: step against full, or against prefixes if there
-    is no full.
+    """Cached against uncached of the same engine: `Case.cached` against full, or against prefixes
+    if there is no full.
     """
-    name, case = GateName.CACHED, yardstick.case
+    name, case, plan = GateName.CACHED, yardstick.case, yardstick.case.cached
     why, other = None, "full" if "full" in traces else "prefixes"
-    absent = [plan for plan in ("step", other) if plan not in traces]
+    absent = [one for one in (plan, other) if one not in traces]
     if absent:
         why = f"no trace of plan {absent[0]}"
-    elif case.manifest.plans["step"] == case.manifest.plans["full"]:
-        why = "nothing was decoded, step is the same plan as full"
-    elif traces["step"].meta.engine != traces[other].meta.engine:
+    elif case.manifest.plans[plan] == case.manifest.plans["full"]:
+        why = f"nothing was decoded, {plan} is the same plan as full"
+    elif traces[plan].meta.engine != traces[other].meta.engine:
         why = "the two traces are of different engines"
     if why is not None:
-        return _not_run(name, "step", limits.CACHED, f"not run: {why}")
-    at, rms = measure.difference(traces["step"], traces[other])
-    ratios = rms / yardstick.floors.cached[at]
-    return _by_position(case, name, "step", at, ratios, limits.CACHED)
+        return _not_run(name, plan, limits.CACHED, f"not run: {why}")
+    at, rms = measure.difference(traces[plan], traces[other])
+    held = np.isin(at, case.truth.positions)
+    at, rms = at[held], rms[held]
+    ratios = rms / yardstick.floors.cached[measure.rows_of(case.truth, at.tolist())]
+    return _by_position(case, name, plan, at, ratios, limits.CACHED)
 
 
-def cache_gates(yardstick: Yardstick, step: Trace | None) -> tuple[list[Gate], list[str]]:
-    """The gates on keys and values of the step plan, and what leaves the verdict open."""
+def cache_gates(yardstick: Yardstick, cached: Trace | None) -> tuple[list[Gate], list[str]]:
+    """The gates on the keys and values of `Case.cached`, and what leaves the verdict open."""
     case, largest = yardstick.case, yardstick.cache_largest
-    why, odd = _unread(yardstick, step)
-    if step is None or largest is None or why is not None:
+    why, odd = _unread(yardstick, cached)
+    if cached is None or largest is None or why is not None:
         gates = [
-            _not_run(name, "step", limit, f"not run: {why}")
+            _not_run(name, case.cached, limit, f"not run: {why}")
             for names in _OF_CACHE.values()
             for name, limit in zip(names, _cache_limits(), strict=True)
         ]
         return gates, odd
-    rms, _ = measure.cache_errors(step, case.truth)
+    rms, _ = measure.cache_errors(cached, case.truth)
     return ratio_gates(case, rms / cache_floors(case, largest)), []
 
 
@@ -149,8 +151,8 @@ def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
     gates, (median, most, worst) = [], _cache_limits()
     for names, of in zip(_OF_CACHE.values(), ratios, strict=True):
         gates += [
-            _over_rows(names[0], of, np.median(of, axis=-1), median),
-            _over_rows(names[1], of, np.percentile(of, 95, axis=-1), most),
+            _over_rows(case, names[0], of, np.median(of, axis=-1), median),
+            _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
             _in_cache(case, names[2], of[None], worst),
         ]
     return gates
@@ -160,14 +162,14 @@ def _cache_limits() -> tuple[float, float, float]:
     return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
-def _unread(yardstick: Yardstick, step: Trace | None) -> tuple[str | None, list[str]]:
+def _unread(yardstick: Yardstick, cached: Trace | None) -> tuple[str | None, list[str]]:
     """Why keys and values cannot be measured, and what of that leaves the verdict open."""
     case = yardstick.case
     if yardstick.cache_largest is None:
         return case.truth.meta.no_cache or "no keys in the oracle folder", []
-    if step is None or layers(step) == 0:
-        return "no trace of plan step" if step is None else "no keys in trace", []
-    odd = cache_reasons(step, case.truth)
+    if cached is None or layers(cached) == 0:
+        return f"no trace of plan {case.cached}" if cached is None else "no keys in trace", []
+    odd = cache_reasons(cached, case.truth)
     # Of another architecture no layout of the cache is the standard; if it lost a row, logits tell.
     return odd[0] if odd else None, odd if case.has_truth else []
 
@@ -191,18 +193,18 @@ def _algebra_cache_gate(yardstick: Yardstick, trace: Trace) -> tuple[Gate, list[
     odd = cache_reasons(trace, case.truth)
     if odd or largest is None:
         why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
-        return _not_run(name, "step", limits.ALGEBRA, why), odd
+        return _not_run(name, case.cached, limits.ALGEBRA, why), odd
     _, errors = measure.cache_errors(trace, case.truth)
     largest = np.maximum(largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
     return _in_cache(case, name, errors / largest, limits.ALGEBRA), []
 
 
-def _over_rows(name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
+def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
     """`ratios` (layers, K, n), and `over_n` (layers, K) made of them; the worst head decides."""
     layer, head = (int(i) for i in np.unravel_index(int(np.argmax(over_n)), over_n.shape))
     value, above = float(over_n[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
     first = None if value <= limit else _first(above)
-    return Gate(name, "step", value, limit, layer=layer, head=head, first=first)
+    return Gate(name, case.cached, value, limit, layer=layer, head=head, first=first)
 
 
 def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
@@ -211,7 +213,7 @@ def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
     _, layer, head, position = (int(i) for i in worst)
     value, text = float(ratios.max()), case.text(position)
     first = _first(np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2))))
-    return Gate(name, "step", value, limit, position, text, layer, head, first)
+    return Gate(name, case.cached, value, limit, position, text, layer, head, first)
 
 
 def _by_position(

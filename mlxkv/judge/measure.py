@@ -1,7 +1,8 @@
 """What a run is judged by: its distance from the truth, in float64, a block of rows at a time.
 
 Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order
-in a file; results are in order of position. This module knows no limit and gives no verdict.
+in a file; results are in order of position. A truth may hold a sample of the positions: rows of a
+run at others are passed over. This module knows no limit and gives no verdict.
 Axes: R rows, V vocabulary, n positions, K key/value heads, D head_dim.
 """
 
@@ -32,9 +33,9 @@ _DIGITS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TruthRows:
-    """Per position of the truth, each (n,): the largest |logit|, the best token and its margin.
+    """Per row of the truth, each (R,): the largest |logit|, the best token and its margin.
 
-    `five` are the five best tokens, (n, 5), in no order.
+    `five` are the five best tokens, (R, 5), in no order.
     """
 
     largest: Floats
@@ -47,9 +48,12 @@ class TruthRows:
 class Measures:
     """A run against the truth, each (R,): the shift, which is the row's mean error; rms and largest
     absolute value (`peak`) of the error about it; and the run's own best token.
+
+    `rows` are the truth's rows at these positions, which floors have a column for.
     """
 
     positions: Array
+    rows: Array
     rms: Floats
     shift: Floats
     peak: Floats
@@ -79,43 +83,43 @@ def truth_rows(truth: Trace) -> TruthRows:
 
 
 def measure(trace: Trace, truth: Trace, *, scale: float = 1.0) -> Measures:
-    """rms, shift, peak of `trace` (times `scale`) against the truth, whose row i is position i."""
-    order, positions, vocab = in_order(trace)
-    rms, shift, peak = (np.empty(len(order)) for _ in range(3))
-    best = np.empty(len(order), np.int64)
+    """rms, shift, peak of `trace` (times `scale`) against the truth."""
+    positions, mine, rows = beside(trace, truth)
+    vocab = trace.logits.shape[1]
+    rms, shift, peak = (np.empty(len(rows)) for _ in range(3))
+    best = np.empty(len(rows), np.int64)
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(order), vocab):
-            x = trace.logits[order[part]]
+        for part in blocks(len(rows), vocab):
+            x = trace.logits[mine[part]]
             best[part] = x.argmax(1)
             e = np.multiply(x, scale, dtype=np.float64)
-            e -= truth.logits[positions[part]]
+            e -= truth.logits[rows[part]]
             shift[part] = e.mean(1)
             e -= shift[part, None]
             rms[part] = np.sqrt(np.einsum("rv,rv->r", e, e) / vocab)
             peak[part] = np.maximum(e.max(1), -e.min(1))
-    return Measures(positions, rms, shift, peak, best)
+    return Measures(positions, rows, rms, shift, peak, best)
 
 
 def largest_error(trace: Trace, truth: Trace) -> tuple[Array, Floats]:
     """Positions, and max over the vocabulary of |trace - truth| at each, not centred."""
-    order, positions, vocab = in_order(trace)
-    largest = np.empty(len(order))
+    positions, mine, rows = beside(trace, truth)
+    largest = np.empty(len(rows))
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(order), vocab):
-            largest[part] = np.abs(trace.logits[order[part]] - truth.logits[positions[part]]).max(1)
+        for part in blocks(len(rows), trace.logits.shape[1]):
+            largest[part] = np.abs(trace.logits[mine[part]] - truth.logits[rows[part]]).max(1)
     return positions, largest
 
 
 def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
     """The positions that both hold, and at each the rms of a - b over V, not centred."""
-    common = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
-    rows_a, rows_b = rows_of(a, common), rows_of(b, common)
-    rms = np.empty(len(common))
+    positions, rows_a, rows_b = beside(a, b)
+    rms = np.empty(len(positions))
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(common), a.logits.shape[1]):
+        for part in blocks(len(positions), a.logits.shape[1]):
             d = np.subtract(a.logits[rows_a[part]], b.logits[rows_b[part]], dtype=np.float64)
             rms[part] = np.sqrt(np.einsum("rv,rv->r", d, d) / d.shape[1])
-    return np.array(common, np.int64), rms
+    return positions, rms
 
 
 def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
@@ -154,10 +158,12 @@ def ulp(values: Floats, dtype: str) -> Floats:
     return np.asarray(np.ldexp(1.0, exponent - bits))
 
 
-def in_order(trace: Trace) -> tuple[Array, Array, int]:
-    """Row numbers in order of position, those positions, and the vocabulary."""
-    order = np.argsort(trace.positions, kind="stable")
-    return order, np.asarray(trace.positions)[order], trace.logits.shape[1]
+def beside(a: Trace, b: Trace) -> tuple[Array, Array, Array]:
+    """The positions that both hold, in order, and at each the row of `a` and the row of `b`."""
+    found: tuple[Array, Array, Array] = np.intersect1d(
+        a.positions, b.positions, return_indices=True
+    )
+    return found
 
 
 def rows_of(trace: Trace, positions: Sequence[int]) -> Array:

@@ -45,7 +45,8 @@ class Manifest:
     kinds of attention too far from the model's own in float64, and how far. `ignored_keys` were
     taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
     holds measured values. `inputs` is the digest of all that the results depend on.
-    `environment` is text to show.
+    `environment` is text to show. `original` is the length beyond which the model has other RoPE
+    factors (None: no such length). `probe` says that the tokens are those of the probe.
     """
 
     source: str
@@ -70,6 +71,8 @@ class Manifest:
     packed: str
     environment: dict[str, Any]
     inputs: str
+    original: int | None = None
+    probe: bool = False
 
     @property
     def has_truth(self) -> bool:
@@ -115,12 +118,14 @@ class Inputs:
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
 
-    `distinct` of the members differ bitwise.
+    `distinct` of the members differ bitwise. `widest` is the longest row whose numbers the
+    sequential member added up one after another.
     """
 
     members: list[str]
     kinds: list[str]
     distinct: int
+    widest: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}

@@ -14,6 +14,7 @@ from mlxkv.judge.floors import cache_floors, logit_floors
 from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
+from oracle.formats import proofs
 from oracle.formats.run_folder import ordinary
 
 PORT, PLAIN, ORDERS, MLX_LM = "port", "plain", "orders", "mlx-lm"
@@ -97,7 +98,8 @@ def of_members(case: Case) -> list[Reading]:
     for member in ordinary(case.pool.members):
         i = case.pool.members.index(member)
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
-        run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
+        at = np.asarray(case.truth.positions)
+        run = Measures(at, np.arange(len(at)), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
@@ -116,14 +118,14 @@ def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     largest = measure.truth_rows(case.truth).largest.max()
     floor = float(np.sqrt(np.mean(np.square(judged.floor))) / largest)
     most = limits.FLOOR_MOST[case.manifest.dtype]
-    proofs = [
+    proved = [
         (f"proof {name}", case.manifest.proofs[name], limit)
-        for name, limit in limits.PROOFS.items()
+        for name, limit in proofs.limits_of(case.manifest).items()
     ]
     stored = [
         (f"control: {c.name}", c.value, c.limit) for c in judged.controls if c.quantity != "sigma"
     ]
-    every = [*proofs, ("noise floor over max |truth|", floor, most), *stored]
+    every = [*proved, ("noise floor over max |truth|", floor, most), *stored]
     return [Reading(ORACLE, gate, "-", value, limit) for gate, value, limit in every]
 
 
