@@ -187,6 +187,25 @@ def test_the_usual_layout_needs_no_word(heads: str, dtype: str) -> None:
         assert found.changes == 0
 
 
+def test_keys_that_rope_turned_little_are_before_rope_all_the_same() -> None:
+    """On three tokens keys before RoPE lie near those after it, and further than noise."""
+    theta, n, dim = 500_000.0, 3, 128
+    angle = np.arange(n)[:, None] * theta ** (-np.arange(0, dim, 2) / dim)
+    case = make_case(n=n, prompt=2, kv=(2, dim))
+    tables = {"rope/cos": np.cos(angle), "rope/sin": np.sin(angle)}
+    case = replace(case, truth=replace(case.truth, arrays=dict(case.truth.arrays) | tables))
+
+    def back(keys: Array) -> Array:
+        z = (keys[..., : dim // 2] + 1j * keys[..., dim // 2 :]) * np.exp(-1j * angle)
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    verdict = judge(case, stored(case, keys=back))
+    assert (verdict.outcome, said(verdict)) == (
+        "agree",
+        ["keys are kept before RoPE; compared after undoing that"],
+    )
+
+
 def in_half(array: Array) -> Array:
     return array.astype(np.float16).astype(np.float32)
 
