@@ -140,7 +140,7 @@ def _unread(
 
 def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
     """The gates on one kind's `of` (layers, K, n)."""
-    names, (median, most, worst) = _OF_KIND[kind], _limits(case)
+    names, (median, most, worst) = _OF_KIND[kind], _limits()
     return [
         _over_rows(case, names[0], of, np.median(of, axis=-1), median),
         _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
@@ -150,13 +150,12 @@ def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
 
 def _left_out(case: Case, kind: Kind, why: str) -> list[Gate]:
     """The gates on keys, or on values, that did not run."""
-    pairs = zip(_OF_KIND[kind], _limits(case), strict=True)
+    pairs = zip(_OF_KIND[kind], _limits(), strict=True)
     return [not_run(name, case.cached, limit, why) for name, limit in pairs]
 
 
-def _limits(case: Case) -> tuple[float, float, float]:
-    median = limits.KV_MEDIAN_PACKED if case.manifest.packed else limits.KV_MEDIAN
-    return median, limits.KV_MOST, limits.KV_WORST
+def _limits() -> tuple[float, float, float]:
+    return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
