@@ -32,7 +32,7 @@ from synthetic import (
 
 from mlxkv.engines import own
 from mlxkv.judge.case import Case, read_case
-from mlxkv.judge.layout import find
+from mlxkv.judge.layout import as_truth, find
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.plan import judged_plans
@@ -322,6 +322,17 @@ def test_without_sound_logits_nothing_is_excused(unsound: str, layout: str) -> N
     transposed = layout == "keys transposed" and unsound == "nothing uncached"
     assert verdict.outcome == ("cannot tell" if transposed else "differ")
     assert said(verdict) == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_trace_can_be_laid_out_as_the_truth_whole(name: str) -> None:
+    case = CASES["gqa", "float32"]
+    kind, layout, _ = LAYOUTS[name]
+    usual, other = make_candidates(case)["step"], stored(case, **{kind: layout})["step"]
+    found = as_truth(other, case.truth)
+    for key in usual.arrays:
+        np.testing.assert_allclose(found.arrays[key], usual.arrays[key], rtol=1e-5, atol=1e-5)
+    assert as_truth(usual, case.truth).arrays == usual.arrays
 
 
 def test_a_row_too_few_is_not_another_layout() -> None:
