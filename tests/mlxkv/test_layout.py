@@ -324,6 +324,16 @@ def test_without_sound_logits_nothing_is_excused(unsound: str, layout: str) -> N
     assert said(verdict) == []
 
 
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_layer_of_another_shape_is_not_another_layout(layer: int) -> None:
+    case = CASES["gqa", "float32"]
+    runs, name = make_candidates(case), f"kv/a/{layer:03d}/keys"
+    runs["step"] = changed(runs["step"], name, lambda a: a.swapaxes(0, 1))
+    verdict = judge(case, runs)
+    assert verdict.outcome == "cannot tell"
+    assert f"{name} has shape [24, 2, 12], expected [2, 24, 12]" in verdict.reasons[0]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_trace_can_be_laid_out_as_the_truth_whole(name: str) -> None:
     case = CASES["gqa", "float32"]
