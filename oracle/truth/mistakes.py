@@ -98,7 +98,9 @@ def usual(config: Config, *, dtype: str, stored: frozenset[str]) -> list[Suspect
                 words = f"{group} weights rounded to {to}"
                 changed.append(Suspect(f"{to}-{group}", words, config, _ROUND[to], of))
     return changed + [
-        Suspect(f"cache-{to}", f"a cache in {to}", config, view=View(kept=kept), rough=True)
+        Suspect(
+            f"cache-{to}", f"a cache in {to} precision", config, view=View(kept=kept), rough=True
+        )
         for to, kept in _caches(dtype)
     ]
 
@@ -113,7 +115,7 @@ def _constants(config: Config) -> Iterator[Suspect]:
 
 
 def _orders(config: Config) -> Iterator[Suspect]:
-    words = "interleaved RoPE (pairs 2i and 2i + 1 turned instead of split halves)"
+    words = "interleaved RoPE (pairs 2i and 2i + 1 turned instead of halves)"
     yield Suspect("interleaved", words, replace(config, interleaved=True))
     words = "q and k rows of each head in the order of Meta's and GGUF files"
     words += " (0 then head_dim / 2 then 1 and so on)"
@@ -175,7 +177,7 @@ def in_calls(config: Config, plan: str, spans: Spans, *, dtype: str) -> list[Sus
     return suspects + [
         Suspect(
             f"cache-held-{to}-{plan}",
-            f"a cache that holds the rows of earlier calls in {to}",
+            f"a cache that holds the rows of earlier calls in {to} precision",
             config,
             view=View(kept=kept, fresh=fresh),
             plan=plan,
@@ -228,7 +230,7 @@ def _caches(dtype: str) -> Iterator[tuple[str, Kept]]:
     lost = {"float32": ("float16", "bfloat16"), "float16": ("bfloat16",), "bfloat16": ()}
     for to in lost[dtype]:
         yield to, _rounded_to(to)
-    yield "8 bits", _eight_bits
+    yield "8-bit", _eight_bits
 
 
 def _paired(head_dim: int) -> Change:
