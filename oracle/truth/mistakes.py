@@ -118,7 +118,6 @@ def _orders(config: Config) -> Iterator[Suspect]:
     words = "interleaved RoPE (pairs 2i and 2i + 1 turned instead of halves)"
     yield Suspect("interleaved", words, replace(config, interleaved=True))
     words = "q and k rows of each head in the order of Meta's and GGUF files"
-    words += " (0 then head_dim / 2 then 1 and so on)"
     yield Suspect("paired-rows", words, config, _paired(config.head_dim), _QUERIES_AND_KEYS)
     if 1 < config.n_kv_heads < config.n_heads:
         words = "key/value heads tiled over the query heads instead of repeated"

@@ -380,11 +380,33 @@ def test_what_bfloat16_hides_is_named_and_float32_shows_it(known: Callable[..., 
     runs = without_cache(in_dtype(one.run(engine), "bfloat16"))
     assert "lost RoPE scaling" in one.unseen(runs)
     right = rounded(one)
-    unseen = one.unseen(without_cache(in_dtype(one.run(right), "bfloat16")))
+    cached = in_dtype(one.run(right), "bfloat16")
+    unseen = one.unseen(without_cache(cached))
     assert "lost RoPE scaling" in unseen
+    # Keys show it where they are judged.
+    assert "lost RoPE scaling" not in one.unseen(cached)
+    assert set(one.unseen(cached)) < set(unseen)
     assert "rms_norm_eps 1e-6 instead of 1e-5" in unseen
     assert "no causal mask" not in unseen
     exact = known("mild", n=12)
     found = exact.named(rope=plain())
     assert not isinstance(found, str), found
     assert found.words == "lost RoPE scaling"
+
+
+@pytest.mark.parametrize("layout", ["gqa", "llama3"])
+def test_whatever_is_not_listed_is_seen(known: Callable[..., Known], layout: str) -> None:
+    # The list must never be too short: each mistake that it leaves out is planted, and differs.
+    one = known(layout, "bfloat16", 12)
+    runs = in_dtype(one.run(rounded(one)), "bfloat16")
+    unseen, planted = one.unseen(runs), MISTAKES | {"lost RoPE scaling": {"rope": plain()}}
+    known_words = {s.words for s in one.of(judge(one.case, runs)).listed}
+    tried = sorted(({*planted} & known_words) - {*unseen})
+    assert len(tried) >= 8, tried
+    for words in tried:
+        engine = rounded(one)
+        for name, value in planted[words].items():
+            setattr(engine, name, value)
+        found = judge(one.case, in_dtype(one.run(engine), "bfloat16"))
+        assert found.outcome == "differ", words
+    assert "a cache in 8-bit precision" in unseen

@@ -48,9 +48,14 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
         yield runs
 
 
-def judged(runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = ()) -> Compared:
-    """The verdict on what was run; `notes` are said beside the judge's own."""
-    case, suspects = runs.case, Suspects(runs)
+def judged(
+    runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = (), unseen: bool = True
+) -> Compared:
+    """The verdict on what was run; `notes` are said beside the judge's own.
+
+    `unseen`: whether to say which usual mistakes an agreement could not show.
+    """
+    case, suspects = runs.case, Suspects(runs, unseen=unseen)
     ours, exact = (by_plan(case.manifest, lane) for lane in (runs.arithmetic, runs.algebra))
     verdict = suspects.explain(judge(case, ours, algebra=exact), ours)
     verdict = replace(verdict, notes=(*notes, *verdict.notes))

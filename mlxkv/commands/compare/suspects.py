@@ -23,18 +23,20 @@ from oracle.model.checkpoint import resolve
 class Suspects:
     """The usual suspects of what was run: read or made once for each plan that asks."""
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
+    def __init__(self, runs: Runs, *, unseen: bool = True) -> None:
+        self.runs, self.unseen = runs, unseen
         self._known: dict[str, cause.Suspects | str] = {}
 
     def explain(self, verdict: Verdict, traces: Mapping[str, Trace]) -> Verdict:
         """The verdict on `traces`; if they differ, with the cause or a note why none is named.
 
-        If they agree without float64, with a note that names the mistakes that do not show here.
+        If they agree without float64, with a note that names the mistakes that do not show here,
+        unless `unseen` is false.
         """
         case, agree = self.runs.case, verdict.outcome == "agree"
         exact = any(gate.scope == "algebra" and gate.ran for gate in verdict.gates)
-        if verdict.outcome == "cannot tell" or (agree and (exact or not case.has_truth)):
+        silent = exact or not (self.unseen and case.has_truth)
+        if verdict.outcome == "cannot tell" or (agree and silent):
             return verdict
         suspects = self._of(_plan(verdict))
         if agree:
