@@ -37,6 +37,7 @@ LAYOUTS: dict[str, Any] = {
     "wide": models.config("gqa", num_attention_heads=8, head_dim=16, num_key_value_heads=4),
     # As Llama 3.2 has it: at few tokens scaling changes little.
     "mild": models.config("llama3", rope_scaling=models.LLAMA3 | {"factor": 1.5}),
+    "many": models.config("gqa", vocab_size=3000),
     "longrope": models.config("gqa", rope_scaling=LONGROPE),
 }
 
@@ -340,6 +341,18 @@ def test_a_mistake_that_is_none_of_them_has_no_cause(
         found = one.explained(one.run(engine))
         assert isinstance(found, str), found
         assert re.fullmatch(r"none of \d+ usual suspects explains the difference", found)
+
+
+def test_a_wrong_row_of_the_head_that_is_not_sampled_has_no_cause(
+    known: Callable[..., Known],
+) -> None:
+    # Several suspects are within bfloat16's noise, and so is the error of all sampled columns.
+    one = known("many", "bfloat16", 12)
+    engine = rounded(one)
+    engine.weights["lm_head.weight"][7] *= 200
+    runs = in_dtype(one.run(engine), "bfloat16")
+    assert 7 not in one.of(judge(one.case, runs)).columns
+    assert isinstance(one.explained(runs), str)
 
 
 def test_keys_of_another_layer_zero_are_not_explained_by_angles(

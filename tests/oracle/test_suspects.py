@@ -315,6 +315,72 @@ def test_a_mistake_that_makes_infinities_is_left_out(tmp_path):
     assert {"float16-mlp", "bfloat16-all"} <= set(names)
 
 
+def test_few_positions_are_followed_as_part_of_the_whole_sequence(tmp_path, monkeypatch):
+    # The whole is beyond 32, so longrope has its long factors, in a beginning of it too.
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.5] * 6}
+    rope |= {"factor": 2.0, "original_max_position_embeddings": 32}
+    tokens = models.tokens(40)
+    rows = {}
+    for eps in (1e-5, 1e-6):
+        model = models.make(
+            tmp_path / str(eps) / "model", "llama3", rope_scaling=rope, rms_norm_eps=eps
+        )
+        run = tmp_path / str(eps) / "run"
+        given = {"tokens": tokens, "steps": 0, "prompt_tokens": 36, "threads": 1}
+        oracle.run(str(model), out=run, chunks=[33, 3], **given)
+        rows[eps] = trace.read(run / "truth.safetensors").logits[:16]
+    monkeypatch.setattr(suspects, "MOST", 16)
+    monkeypatch.setattr(suspects, "LEAST", 16)
+    suspects.write(tmp_path / "1e-05" / "run", tmp_path / "out", plan="step")
+    listed = json.loads((tmp_path / "out" / "suspects.json").read_text())["suspects"]
+    names = [s["name"] for s in listed]
+    _, arrays = tensors.read(tmp_path / "out" / "suspects.safetensors")
+    error = rows[1e-6] - rows[1e-5]
+    expected = np.sqrt(((error - error.mean(1)[:, None]) ** 2).mean(1))
+    found = arrays["rms"][names.index("rms_norm_eps-1e-6")]
+    assert found.shape == (16,)
+    assert np.abs(found - expected).max() < 1e-12
+    # A call of 36 tokens is cut, so what later ones would change in the first 16 is not known.
+    assert not any(s["plan"] for s in listed)
+
+
+def test_a_mistake_at_the_borders_of_calls_is_listed_for_its_plan_alone(made, tmp_path):
+    _, run, out = made
+    suspects.write(run, tmp_path / "out", plan="chunked")
+    full, chunked = (
+        json.loads((folder / "suspects.json").read_text())["suspects"]
+        for folder in (out, tmp_path / "out")
+    )
+    masks = [f"{name}-full" for name in ("no-mask", "mask-ahead", "mask-behind")]
+    assert [s["name"] for s in full if s["plan"]] == masks
+    assert [s["name"] for s in chunked if s["plan"] == "full"] == masks
+    assert [s["name"] for s in chunked if s["plan"] == "chunked"] == [
+        *(f"{name}-chunked" for name in ("no-mask", "mask-ahead", "mask-behind")),
+        *(f"{name}-chunked" for name in ("mask-offset", "no-later-mask")),
+        *(f"position-{name}-chunked" for name in ("high", "low", "zero")),
+        *(f"cache-held-{to}-chunked" for to in ("float16", "bfloat16", "8-bit")),
+    ]
+
+
+def test_what_changes_no_number_is_no_mistake_and_what_is_the_same_twice_is_one(tmp_path):
+    # Biases of zeros, norms of ones, and attention of few tokens that is the same with either mask.
+    config = models.config_of("mha", attention_bias=True)
+    weights = models.tensors_of(config)
+    for name, tensor in weights.items():
+        if name.endswith(".bias"):
+            weights[name] = torch.zeros_like(tensor)
+        if "norm" in name:
+            weights[name] = torch.ones_like(tensor)
+    model = models.write(tmp_path / "model", config, weights)
+    oracle.run(str(model), out=tmp_path / "run", tokens=models.tokens(2), steps=0, threads=1)
+    suspects.write(tmp_path / "run", tmp_path / "out")
+    listed = json.loads((tmp_path / "out" / "suspects.json").read_text())["suspects"]
+    names = {s["name"] for s in listed}
+    assert not names & {"dropped-biases", "norms-without-w", "final-norm-without-w"}
+    # Of two tokens the first sees the second with no mask, and with one that is off by one.
+    assert {"no-mask-full", "mask-ahead-full"} & names == {"no-mask-full"}
+
+
 def test_the_command_prints_the_folder_and_takes_the_model_from_the_run_folder(made, tmp_path):
     model, run, out = made
     for where, arguments in ((tmp_path / "a", []), (tmp_path / "b", [model])):
