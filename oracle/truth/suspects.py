@@ -287,13 +287,14 @@ def _listed(config: Config, suspects: list[Suspect], arrays: Mapping[str, Array]
     A change of weights or of attention that changes no logit is no mistake on this model.
     """
     errors = np.stack([arrays[name] for name in ("rms", "shift", "peak")], axis=1)
-    apart, found = _SAME * np.nanmax(np.abs(arrays["logits"][np.isfinite(errors).all((1, 2))])), []
+    finite, found = np.isfinite(errors).all((1, 2)), list[int]()
+    apart = _SAME * float(np.abs(arrays["logits"][finite]).max(initial=0.0))
     for i, suspect in enumerate(suspects):
         alike = [j for j in found if np.abs(errors[j] - errors[i]).max() <= apart]
         silent = np.abs(errors[i]).max() <= apart
         again = any(suspects[j].plan == suspect.plan for j in alike) and not silent
         idle = silent and suspect.config == config
-        if np.isfinite(errors[i]).all() and not again and not idle:
+        if finite[i] and not again and not idle:
             found.append(i)
     return found
 
