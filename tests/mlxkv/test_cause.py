@@ -37,6 +37,7 @@ LAYOUTS: dict[str, Any] = {
     "wide": models.config("gqa", num_attention_heads=8, head_dim=16, num_key_value_heads=4),
     # As Llama 3.2 has it: at few tokens scaling changes little.
     "mild": models.config("llama3", rope_scaling=models.LLAMA3 | {"factor": 1.5}),
+    "blended": models.config("llama3", head_dim=16),
     "many": models.config("gqa", vocab_size=3000),
     "longrope": models.config("gqa", rope_scaling=LONGROPE),
 }
@@ -304,6 +305,21 @@ def POWERS(w: Array) -> Array:
     return np.arange(len(w)) / len(w)
 
 
+def test_a_theta_is_estimated_from_keys_whose_rows_are_in_pairs(
+    known: Callable[..., Known],
+) -> None:
+    one = known("gqa")
+    runs = one.run(one.engine(rope=plain(10100.0)))
+    for name, keys in runs["step"].arrays.items():
+        if name.endswith("keys"):
+            pairs = np.stack(np.split(keys, 2, axis=-1), -1).reshape(keys.shape)
+            runs["step"] = replace(runs["step"], arrays=dict(runs["step"].arrays) | {name: pairs})
+    runs = {"full": without_cache(runs)["full"], "step": runs["step"]}
+    found = one.explained(runs)
+    assert not isinstance(found, str), found
+    assert found.words == "rope_theta 10100 instead of 10000"
+
+
 @pytest.mark.parametrize("start", [1, 2])
 def test_positions_that_start_elsewhere_are_read_from_keys_alone(
     known: Callable[..., Known], start: int
@@ -315,7 +331,8 @@ def test_positions_that_start_elsewhere_are_read_from_keys_alone(
 
 
 def test_a_theta_beside_llama3s_scaling_is_estimated(known: Callable[..., Known]) -> None:
-    one = known("llama3")
+    # One of the eight pairs is blended, and follows theta in another way than the others.
+    one = known("blended")
     found = one.named(rope=models._frequencies(one.config | {"rope_theta": 10100.0}))
     assert not isinstance(found, str), found
     assert found.words == "rope_theta 10100 instead of 10000"
