@@ -197,6 +197,7 @@ def _manifest(
         prompt=question.prompt,
         prompt_tokens=question.prompt_tokens,
         tokens=sequence,
+        original=config.original,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},

@@ -124,7 +124,8 @@ def check(folder: Path | str) -> Manifest:
     folder = Path(folder)
     manifest = read_manifest(folder)
     found = _check_plans(folder, manifest)
-    references = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
+    followed = [name for name in found if name not in plans.WITHOUT_REFERENCE]
+    references = [f"reference-{name}.safetensors" for name in followed]
     for name in (manifest.measure, FLOORS, *references):
         if name not in manifest.files:
             what = f"no {name} in manifest.json, expected one"
@@ -216,7 +217,8 @@ def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
     found = read_plans(folder, manifest)
     full = found["full"].steps[-1] if "full" in found else None
     whole = isinstance(full, Call) and list(full.tokens) == manifest.tokens
-    wanted = set(judged_plans(manifest.tokens, prompt=manifest.prompt_tokens)) - {"chunked"}
+    prompt, original = manifest.prompt_tokens, manifest.original
+    wanted = set(judged_plans(manifest.tokens, prompt=prompt, original=original)) - {"chunked"}
     if not whole or not wanted <= set(found):
         n = len(manifest.tokens)
         what = f"plans {', '.join(found)} are not those of the manifest's {n} tokens"

@@ -41,7 +41,8 @@ class Manifest:
     kinds of attention too far from the model's own in float64, and how far. `ignored_keys` were
     taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
     holds measured values. `inputs` is the digest of all that the results depend on.
-    `environment` is text to show.
+    `environment` is text to show. `original` is the length beyond which the model has other RoPE
+    factors (None: no such length). `probe` says that the tokens are those of the probe.
     """
 
     source: str
@@ -66,6 +67,8 @@ class Manifest:
     packed: str
     environment: dict[str, Any]
     inputs: str
+    original: int | None = None
+    probe: bool = False
 
     @property
     def has_truth(self) -> bool:

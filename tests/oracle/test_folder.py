@@ -45,6 +45,7 @@ FILES = [
     "floors.safetensors",
     "plans/chunked.json",
     "plans/full.json",
+    "plans/mixed.json",
     "plans/prefixes.json",
     "plans/step.json",
 ]
@@ -209,8 +210,8 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
 def test_prefixes_that_would_feed_too_much_are_left_out(model, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "PREFIXES_MOST", 4 + 5 + 6)
     for steps, plans in (
-        (3, ["chunked", "full", "prefixes", "step"]),
-        (4, ["chunked", "full", "step"]),
+        (3, ["chunked", "full", "mixed", "prefixes", "step"]),
+        (4, ["chunked", "full", "mixed", "step"]),
     ):
         manifest = oracle.run(
             model, out=tmp_path / str(steps), tokens=[5, 9, 2, 7], steps=steps, threads=1
@@ -387,7 +388,7 @@ def test_an_existing_folder_is_replaced_only_by_force(model, copy, monkeypatch):
         oracle.run, model, out=copy, tokens=[1, 2], steps=2, threads=1
     )
     assert (copy / "manifest.json").read_bytes() == before
-    oracle.run(model, out=copy, tokens=[1, 2], steps=2, threads=1, force=True)
+    oracle.run(model, out=copy, tokens=[1, 2], steps=4, threads=1, force=True)
     assert folder.check(copy).tokens[:2] == [1, 2]
     assert names(copy) == sorted([*FILES, "manifest.json"])
     assert [p.name for p in copy.parent.iterdir()] == ["copy"]
@@ -510,6 +511,7 @@ def test_a_question_that_cannot_be_asked_is_refused_before_torch_is_needed(model
 )
 def test_the_truth_follows_the_sequence_whole_in_chunks_and_by_steps(model, asked, segments):
     question = ask(model, tokens=models.tokens(5), **asked)
+    segments |= {"mixed": plan.mixed_sizes(question.length)}
     assert question.segments(question.plans([0] * 5)) == segments
 
 
