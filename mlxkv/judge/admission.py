@@ -88,7 +88,7 @@ def engine_reasons(traces: Sequence[Trace]) -> list[str]:
 
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token, for which every engine can give a row."""
-    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
+    return {call.start + call.width - 1 for call in plan.calls()}
 
 
 def layers(trace: Trace) -> int:

@@ -31,9 +31,18 @@ def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str
 
 
 def write(
-    path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS
+    path: Path,
+    truth: Trace,
+    members: Mapping[str, Trace],
+    *,
+    kinds: Sequence[str] = KINDS,
+    cached: str = "step",
 ) -> Pool:
-    """Measures the members, in the order of `members_of`, into one file."""
+    """Measures the members, in the order of `members_of`, into one file.
+
+    Logits have a column for each row of the truth, keys and values one for each position. `cached`
+    is the plan that is held against the full one.
+    """
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
     pool = Pool(names, list(kinds), len(distinct_of({name: members[name] for name in names})))
     with writer(path, _shapes(truth, len(names), len(kinds))) as out:
@@ -41,7 +50,7 @@ def write(
             _measure_logits(out.arrays, m, members[name], truth)
             _measure_cache(out.arrays, m, members[name], truth)
         for k, kind in enumerate(kinds):
-            step, full = members[f"{kind}-step"].logits, members[f"{kind}-full"].logits
+            step, full = (members[f"{kind}-{plan}"].logits for plan in (cached, "full"))
             for rows in blocks(full):
                 out.arrays["cached"][k, rows] = _rms(step[rows].astype(np.float64) - full[rows])
         out.finish(pool.to_json())
@@ -49,10 +58,10 @@ def write(
 
 
 def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
-    n, layers = len(truth.logits), _layers(truth)
-    heads = _kv(truth, 0)[0].shape[0] if layers else 0
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rms", "shift", "peak"), (members, n))
-    shapes |= {"cached": (kinds, n)} | dict.fromkeys(
+    rows, layers = len(truth.logits), _layers(truth)
+    heads, n, _ = _kv(truth, 0)[0].shape if layers else (0, rows, 0)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rms", "shift", "peak"), (members, rows))
+    shapes |= {"cached": (kinds, rows)} | dict.fromkeys(
         ("keys", "values"), (members, layers, heads, n)
     )
     return {name: (np.float64, shape) for name, shape in shapes.items()}

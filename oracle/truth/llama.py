@@ -234,8 +234,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 
 @torch.inference_mode()
-def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tuple[float, float]:
-    """Fills `out` (n, V) from the first stream; returns max |logit|, and how far others differ."""
+def write_logits(
+    streams: Mapping[str, Tensor],
+    head: Tensor,
+    out: Array,
+    *,
+    positions: Sequence[int] | None = None,
+) -> tuple[float, float]:
+    """Fills `out` (rows, V) from the first stream; returns max |logit|, and how far others differ.
+
+    The streams (rows, E) are what enters the head at these positions (None: from 0 on).
+    """
     (name, first), *others = streams.items()
     most = apart = 0.0
     step = max(1, _BLOCK // len(head))
@@ -243,7 +252,8 @@ def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tup
         rows = slice(start, start + step)
         logits = first[rows] @ head.T
         if not bool(torch.isfinite(logits).all()):
-            what = f"logits of {name} at positions from {start} on are not finite"
+            at = start if positions is None else positions[start]
+            what = f"logits of {name} at positions from {at} on are not finite"
             raise Refusal(
                 f"{what}, expected finite ones", where="truth", remedy="check the weights"
             )

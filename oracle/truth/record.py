@@ -30,38 +30,49 @@ def write(
 ) -> tuple[float, float]:
     """Writes the trace of `plan`, followed as `segments` say, the first of them whole.
 
+    Logits are those of the rows that the plan keeps; keys, values and taps those of all positions.
     Returns max |T|, and the largest difference of a logit between the first way and any other.
     """
     call = plan.steps[-1]
-    if not isinstance(call, Call) or len(plan.steps) > 2:
+    if not isinstance(call, Call) or call.batched or len(plan.steps) > 2:
         has = f"plan {plan.name!r} has {len(plan.steps)} steps"
         raise ValueError(f"truth: {has}, expected one call on a new cache")
+    (tokens,) = call.batch
     names = {kind: f"kv/{call.cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
     names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
     meta = _meta(weights, plan, dict(environment or {}))
-    with trace.writer(path, meta, _shapes(config, len(call.tokens), names)) as out:
+    (kept,) = map(plan.kept, plan.calls())
+    with trace.writer(path, meta, _shapes(config, len(tokens), len(kept), names)) as out:
 
         def sink(i: int, seen: dict[str, Any]) -> None:
             for key, tensor in seen.items():
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
         streams = llama.follow(
-            weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress
+            weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
-        most, apart = llama.write_logits(streams, weights.head(config), out.arrays["logits"])
-        out.arrays["positions"][...] = np.arange(len(call.tokens))
+        most, apart = llama.write_logits(
+            {name: hidden[list(kept)] for name, hidden in streams.items()},
+            weights.head(config),
+            out.arrays["logits"],
+            positions=kept,
+        )
+        out.arrays["positions"][...] = kept
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())
     return most, apart
 
 
-def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
-    """The trace's arrays; `names` are those of each layer, to be formatted with its number."""
+def _shapes(config: Config, n: int, rows: int, names: Mapping[str, str]) -> Shapes:
+    """The trace's arrays, of n positions and so many rows of logits.
+
+    `names` are those of each layer, to be formatted with its number.
+    """
     kv, taps = (config.n_kv_heads, n, config.head_dim), config.taps(n)
     arrays: dict[str, tuple[type, tuple[int, ...]]] = {
-        "positions": (np.int32, (n,)),
-        "steps": (np.int32, (n,)),
-        "logits": (np.float64, (n, config.vocab_size)),
+        "positions": (np.int32, (rows,)),
+        "steps": (np.int32, (rows,)),
+        "logits": (np.float64, (rows, config.vocab_size)),
     }
     for key, name in names.items():
         for i in range(config.n_layers):

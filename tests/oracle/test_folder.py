@@ -45,6 +45,7 @@ FILES = [
     "floors.safetensors",
     "plans/chunked.json",
     "plans/full.json",
+    "plans/mixed.json",
     "plans/prefixes.json",
     "plans/step.json",
 ]
@@ -54,6 +55,16 @@ FILES += [
     "reference-step.safetensors",
     "truth.safetensors",
 ]
+PROBE_FILES = [
+    "floors.safetensors",
+    "manifest.json",
+    "plans/chunked.json",
+    "plans/full.json",
+    "reference-chunked.safetensors",
+    "reference-full.safetensors",
+    "truth.safetensors",
+]
+ALL = [*FILES, "manifest.json", *(f"probe/{name}" for name in PROBE_FILES)]
 MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
 
 
@@ -96,7 +107,7 @@ def test_the_default_models_greedy_tokens_and_sizes_are_the_goldens(default_run)
         5,
         ["The", " capital", " of", " France", " is"],
     )
-    assert names(out) == sorted([*FILES, "manifest.json"])
+    assert names(out) == sorted(ALL)
     assert sorted(manifest.files) == FILES
     step = trace.read(out / "reference-step.safetensors")
     assert step.logits.shape == (24, 49152)
@@ -185,7 +196,7 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
 
 def test_the_pool_is_kept_when_asked(kept):
     assert names(kept) == sorted(
-        [*FILES, "manifest.json", "pool-eager-full.safetensors", "pool-eager-step.safetensors"]
+        [*ALL, "pool-eager-full.safetensors", "pool-eager-step.safetensors"]
     )
     folder.check(kept)
 
@@ -209,8 +220,8 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
 def test_prefixes_that_would_feed_too_much_are_left_out(model, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "PREFIXES_MOST", 4 + 5 + 6)
     for steps, plans in (
-        (3, ["chunked", "full", "prefixes", "step"]),
-        (4, ["chunked", "full", "step"]),
+        (3, ["chunked", "full", "mixed", "prefixes", "step"]),
+        (4, ["chunked", "full", "mixed", "step"]),
     ):
         manifest = oracle.run(
             model, out=tmp_path / str(steps), tokens=[5, 9, 2, 7], steps=steps, threads=1
@@ -377,6 +388,7 @@ def test_every_input_changes_the_digest():
         model = {key: value for key, value in changed if key in weights}
         return run_folder.inputs_digest(**model, inputs=run_folder.Inputs(**about))
 
+    other |= {"probe": True}
     digests = {digest(), *(digest(**{key: value}) for key, value in other.items())}
     assert len(digests) == 1 + len(other)
 
@@ -387,9 +399,9 @@ def test_an_existing_folder_is_replaced_only_by_force(model, copy, monkeypatch):
         oracle.run, model, out=copy, tokens=[1, 2], steps=2, threads=1
     )
     assert (copy / "manifest.json").read_bytes() == before
-    oracle.run(model, out=copy, tokens=[1, 2], steps=2, threads=1, force=True)
+    oracle.run(model, out=copy, tokens=[1, 2], steps=4, threads=1, force=True)
     assert folder.check(copy).tokens[:2] == [1, 2]
-    assert names(copy) == sorted([*FILES, "manifest.json"])
+    assert names(copy) == sorted(ALL)
     assert [p.name for p in copy.parent.iterdir()] == ["copy"]
 
 
@@ -510,6 +522,7 @@ def test_a_question_that_cannot_be_asked_is_refused_before_torch_is_needed(model
 )
 def test_the_truth_follows_the_sequence_whole_in_chunks_and_by_steps(model, asked, segments):
     question = ask(model, tokens=models.tokens(5), **asked)
+    segments |= {"mixed": plan.mixed_sizes(question.length)}
     assert question.segments(question.plans([0] * 5)) == segments
 
 
