@@ -14,7 +14,7 @@ import numpy as np
 
 from mlxkv.judge.case import CACHE, ORDER, Case
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan
+from oracle.formats.plan import WITHOUT_REFERENCE, Plan
 from oracle.formats.run_folder import FLOORS, Manifest
 from oracle.formats.trace import Trace
 
@@ -121,7 +121,7 @@ def case_reasons(case: Case) -> list[str]:
     reasons += [
         f"oracle folder: no reference-{name}, expected one for each plan"
         for name in wanted
-        if name != "prefixes" and name not in case.references
+        if name not in WITHOUT_REFERENCE and name not in case.references
     ]
     if dtype not in DTYPES:
         reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -131,8 +131,11 @@ def case_reasons(case: Case) -> list[str]:
 def _truth_reasons(case: Case) -> list[str]:
     truth, n = case.truth, case.length
     reasons = trace_reasons(truth, "full", case, dtype="float64")
-    if not reasons and not np.array_equal(truth.positions, np.arange(n)):
-        reasons.append(f"{truth.label}: positions are not 0 to {n - 1} in order; {_AGAIN}")
+    kept = truth.meta.plan.rows
+    sample = list(kept) if isinstance(kept, tuple) else list(range(n))
+    if not reasons and truth.positions.tolist() != sample:
+        what = f"positions are not {_span(sample)} in order"
+        reasons.append(f"{truth.label}: {what}; {_AGAIN}")
     pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
     if any(
         pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs
@@ -162,12 +165,15 @@ def _shape_reasons(trace: Trace, case: Case, dtype: str) -> list[str]:
 
 def _position_reasons(trace: Trace, case: Case) -> list[str]:
     held, n, reasons = np.asarray(trace.positions).ravel().tolist(), case.length, []
-    needed = set(case.rows) | asked(trace.meta.plan)
+    needed = _needed(trace.meta.plan, case)
     missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(n)))
     twice = sorted(p for p, times in Counter(held).items() if times > 1)
+    failed = _failed_step(trace)
     if missing:
         what = f"no row for position {_some(missing)}, expected {len(needed)} rows"
-        reasons.append(what + _failed_step(trace))
+        reasons.append("; ".join([what, *failed]))
+    else:
+        reasons += failed
     if foreign:
         reasons.append(f"a row for position {_some(foreign)}, expected 0 to {n - 1}")
     if twice:
@@ -176,12 +182,24 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
     return reasons
 
 
-def _failed_step(trace: Trace) -> str:
-    """The first step that failed, for the reason that its rows are missing."""
-    for i, outcome in enumerate(trace.meta.outcomes):
-        if outcome.error is not None:
-            return f"; its step {i} failed: {outcome.error}"
-    return ""
+def _needed(plan: Plan, case: Case) -> set[int]:
+    """The positions of which a run of a plan must have rows: those that the plan names, or else
+    what the tables show and the end of each call.
+    """
+    if isinstance(plan.rows, tuple):
+        return set(plan.rows)
+    return set(range(case.manifest.prompt_tokens - 1, case.length)) | asked(plan)
+
+
+def _failed_step(trace: Trace) -> list[str]:
+    """The first step that failed, if one did: no other may stand for it."""
+    errors = ((i, outcome.error) for i, outcome in enumerate(trace.meta.outcomes))
+    return [f"its step {i} failed: {error}" for i, error in errors if error is not None][:1]
+
+
+def _span(positions: list[int]) -> str:
+    whole = positions == list(range(len(positions)))
+    return f"0 to {len(positions) - 1}" if whole else f"the plan's {len(positions)}"
 
 
 def _some(positions: list[int]) -> str:
@@ -223,10 +241,11 @@ def _pool_reasons(case: Case) -> list[str]:
 
 
 def _floor_shapes(case: Case) -> dict[str, list[int]]:
-    n, first = case.length, case.truth.kv(CACHE, 0)
+    rows, first = len(case.truth.positions), case.truth.kv(CACHE, 0)
     members, kinds = len(case.pool.members), len(case.pool.kinds)
-    shapes = {name: [members, n] for name in ("rms", "shift", "peak")} | {"cached": [kinds, n]}
+    shapes = {name: [members, rows] for name in ("rms", "shift", "peak")}
+    shapes |= {"cached": [kinds, rows]}
     if first is not None:
-        rows = [members, layers(case.truth), len(first[0]), n]
-        shapes |= {"keys": rows, "values": rows}
+        of_cache = [members, layers(case.truth), len(first[0]), case.length]
+        shapes |= {"keys": of_cache, "values": of_cache}
     return shapes

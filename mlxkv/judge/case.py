@@ -10,10 +10,13 @@ from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace, read
 
+PROBE = "probe"
+"""The probe's run folder inside a run folder, and its name in a verdict."""
+
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
-ORDER = ("full", "step", "prefixes", "chunked")
+ORDER = ("full", "step", "prefixes", "chunked", "mixed")
 """The judged plans, in the order in which they are shown."""
 
 
@@ -47,17 +50,32 @@ class Case:
 
     @property
     def held_out(self) -> str:
-        """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.pool.kinds[-1]}-step"
+        """The member whose logits are kept as a reference: of the last kind of attention."""
+        return f"{self.pool.kinds[-1]}-{self.cached}"
+
+    @property
+    def cached(self) -> str:
+        """The plan whose cache is judged: step, which the probe has not."""
+        return "chunked" if self.manifest.probe else "step"
 
     @property
     def rows(self) -> list[int]:
-        """The positions that the tables show: from the prompt's last token on."""
-        return list(range(self.manifest.prompt_tokens - 1, self.length))
+        """The positions that the tables show: of the truth's from the prompt's last token on."""
+        first = self.manifest.prompt_tokens - 1
+        return [position for position in self.truth.positions.tolist() if position >= first]
 
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The probe: an oracle folder of its own, and the engine's runs of its plans, as in `judge`."""
+
+    case: Case
+    candidates: Mapping[str, Trace]
+    algebra: Mapping[str, Trace]
 
 
 def read_case(folder: Path) -> Case:
@@ -71,3 +89,9 @@ def read_case(folder: Path) -> Case:
     ]
     references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
     return Case(manifest, read(folder / manifest.measure), references, pool, floors)
+
+
+def read_probe(folder: Path) -> Case | None:
+    """The probe of an oracle folder, None where it was made without one."""
+    inside = folder / PROBE
+    return read_case(inside) if inside.exists() else None

@@ -46,20 +46,20 @@ def trust(yardstick: Yardstick) -> Trust:
 def blind_to(yardstick: Yardstick, factor: float) -> float | None:
     """The sigma of a reference run's logits times `factor`, if no gate would see it; else None."""
     case = yardstick.case
-    scaled = measure.measure(case.references["step"], case.truth, scale=factor)
-    gates = logit_gates(yardstick, "step", scaled)
+    scaled = measure.measure(case.references[case.cached], case.truth, scale=factor)
+    gates = logit_gates(yardstick, case.cached, scaled)
     return None if any(g.failed for g in gates) else sigma_of(gates)
 
 
 def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
     case, name = yardstick.case, yardstick.case.held_out
-    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references["step"]
+    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references[case.cached]
     floors = logit_floors(case, yardstick.truth, without=name)
     member = measure.measure(run, case.truth)
     scaled = measure.measure(run, case.truth, scale=factor)
     stored, off = f"stored errors of {name}", _stored_apart(yardstick, member)
-    same = logit_gates(yardstick, "step", held_out(member, case), floors=floors)
-    other = logit_gates(yardstick, "step", scaled, floors=floors)
+    same = logit_gates(yardstick, case.cached, held_out(member, case), floors=floors)
+    other = logit_gates(yardstick, case.cached, scaled, floors=floors)
     agrees, differs = not any(g.failed for g in same), any(g.failed for g in other)
     return (
         Control(f"{name}, held out", "agree", agrees, sigma_of(same), limits.SIGMA),
@@ -70,7 +70,7 @@ def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
 
 def _stored_apart(yardstick: Yardstick, member: Measures) -> float:
     """How far the stored errors of the held-out member are from those measured, in floors."""
-    case, at = yardstick.case, member.positions
+    case, at = yardstick.case, member.rows
     index = case.pool.members.index(case.held_out)
     found = {"rms": member.rms, "shift": member.shift, "peak": member.peak}
     apart = [np.abs(errors - case.floors[name][index][at]) for name, errors in found.items()]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, Measures, TruthRows, ulp
+from mlxkv.judge.measure import Array, Floats, Measures, TruthRows, ulp
 
 NEAR = 8
 """Positions on either side: a window of 17 rows over 5 runs settles an rms to some 10 %."""
@@ -29,7 +29,8 @@ NEAR = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Floors:
-    """Each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached.
+    """For each row of the truth: of the centred error's rms and peak, of the shift, and of cached
+    against uncached.
 
     `pool` is the rms floor before an ulp bounds it from below: what the members really read.
     """
@@ -43,16 +44,16 @@ class Floors:
 
 def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) -> Floors:
     """The floors of all members, or of all but `without`."""
-    least = ulp(truth.largest, case.manifest.dtype)
+    least, at = ulp(truth.largest, case.manifest.dtype), np.asarray(case.truth.positions)
     rms, peak, shift = (_errors(case, name, without) for name in ("rms", "peak", "shift"))
     cached = np.asarray(case.floors["cached"], np.float64)  # by kind of attention, not by member
-    pool = np.maximum(_rms(rms), _near_rms(rms))
+    pool = np.maximum(_rms(rms), _near_rms(rms, at))
     return Floors(
         rms=np.maximum(pool, least),
         pool=pool,
-        peak=np.maximum(_near_max(peak), least),
-        shift=np.maximum(_near_rms(shift), least),
-        cached=np.maximum(_near_rms(cached), least),
+        peak=np.maximum(_near_max(peak, at), least),
+        shift=np.maximum(_near_rms(shift, at), least),
+        cached=np.maximum(_near_rms(cached, at), least),
     )
 
 
@@ -61,10 +62,10 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
 
     They are (keys and values, layers, K, n), as is `largest`, the truth's largest |value| of a row.
     """
-    least = ulp(largest, case.manifest.dtype)
+    least, at = ulp(largest, case.manifest.dtype), np.arange(largest.shape[-1])
     errors = [_errors(case, name, without) for name in ("keys", "values")]
     return np.stack(
-        [np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(errors)]
+        [np.maximum.reduce([_rms(a), _near_rms(a, at), least[i]]) for i, a in enumerate(errors)]
     )
 
 
@@ -90,17 +91,21 @@ def _rms(errors: Floats) -> Floats:
     return np.asarray(np.sqrt(np.mean(errors * errors, axis=0)))
 
 
-def _near_rms(errors: Floats) -> Floats:
-    """Over the members and the positions near each; positions are the last axis."""
-    squares, counts = np.mean(errors * errors, axis=0), np.ones(errors.shape[-1])
-    return np.asarray(np.sqrt(_windows(squares).sum(-1) / _windows(counts).sum(-1)))
+def _near_rms(errors: Floats, at: Array) -> Floats:
+    """Over the members and the positions near each; the last axis is that of the positions `at`."""
+    squares, counts = np.mean(errors * errors, axis=0), np.ones(len(at))
+    return np.asarray(np.sqrt(_windows(squares, at).sum(-1) / _windows(counts, at).sum(-1)))
 
 
-def _near_max(peaks: Floats) -> Floats:
-    return np.asarray(_windows(np.abs(peaks).max(0)).max(-1))
+def _near_max(peaks: Floats, at: Array) -> Floats:
+    return np.asarray(_windows(np.abs(peaks).max(0), at).max(-1))
 
 
-def _windows(values: Floats) -> Floats:
-    """(..., n) -> (..., n, 2 NEAR + 1), zeros beyond the ends."""
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(NEAR, NEAR)])
-    return np.lib.stride_tricks.sliding_window_view(padded, 2 * NEAR + 1, axis=-1)
+def _windows(values: Floats, at: Array) -> Floats:
+    """(..., rows) -> (..., rows, 2 NEAR + 1): what stands at the positions near each of `at`, zeros
+    where nothing does.
+    """
+    laid = np.zeros((*values.shape[:-1], int(at[-1]) + 1 + 2 * NEAR))
+    laid[..., at + NEAR] = values
+    windows = np.lib.stride_tricks.sliding_window_view(laid, 2 * NEAR + 1, axis=-1)
+    return np.asarray(windows[..., at, :])

@@ -32,7 +32,14 @@ from mlxkv.judge.admission import asked, by_plan, cache_reasons, case_reasons, t
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.delta import Figures, figures, page_tables, pair, three_way
 from mlxkv.judge.floors import logit_floors
-from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, ulp
+from mlxkv.judge.measure import (
+    cache_errors,
+    difference,
+    largest_error,
+    measure,
+    truth_rows,
+    ulp,
+)
 from mlxkv.judge.result import plain
 from mlxkv.report.phrases import figure_cells
 from mlxkv.report.text import number, ordered
@@ -110,6 +117,7 @@ def test_every_correct_run_is_admitted_and_one_that_does_not_declare_its_weights
         [],
         [],
         [],
+        [],
     ]
     assert trace_reasons(undeclared, "step", CASE, dtype="float32") == []
 
@@ -147,7 +155,7 @@ def test_a_float64_run_stored_in_float32_is_refused() -> None:
 
 def test_a_plan_that_is_not_judged_is_named() -> None:
     assert (
-        "plan 'greedy' is not judged here, expected one of chunked, full, prefixes, step"
+        "plan 'greedy' is not judged here, expected one of chunked, full, mixed, prefixes, step"
         in trace_reasons(STEP, "greedy", CASE, dtype="float32")[0]
     )
 
@@ -378,6 +386,54 @@ def test_a_floor_looks_eight_positions_to_either_side() -> None:
     np.testing.assert_allclose(floors.rms, np.maximum(own, floors.shift))
 
 
+def sampled(keep: list[int]) -> Case:
+    """The case with only these rows of the truth, and a column of floors for each."""
+    floors = {
+        name: a if name in ("keys", "values") else a[:, keep] for name, a in CASE.floors.items()
+    }
+    return replace(CASE, truth=rows(CASE.truth, keep), floors=floors)
+
+
+samples = st.lists(st.sampled_from(ALL), min_size=1, unique=True).map(sorted)
+
+
+@given(keep=samples, order=st.permutations(ALL))
+@settings(max_examples=40, deadline=None)
+def test_a_sample_of_rows_gives_the_same_errors_at_the_same_positions(
+    keep: list[int], order: list[int]
+) -> None:
+    part, run = sampled(keep), rows(STEP, order)
+    found, whole = measure(run, part.truth), measure(STEP, CASE.truth)
+    assert (found.positions.tolist(), found.rows.tolist()) == (keep, list(range(len(keep))))
+    for name in ("rms", "shift", "peak", "best"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name)[keep])
+    at, largest = largest_error(run, part.truth)
+    assert at.tolist() == keep
+    np.testing.assert_array_equal(largest, largest_error(STEP, CASE.truth)[1][keep])
+    np.testing.assert_array_equal(
+        truth_rows(part.truth).margin, truth_rows(CASE.truth).margin[keep]
+    )
+    assert part.rows == [p for p in keep if p >= PROMPT - 1]
+
+
+@given(keep=samples)
+@settings(max_examples=40, deadline=None)
+def test_floors_of_a_sample_look_at_the_rows_within_eight_positions(keep: list[int]) -> None:
+    part = sampled(keep)
+    truth = truth_rows(part.truth)
+    floors, ulps = logit_floors(part, truth), ulp(truth.largest, "float32")
+    for i, p in enumerate(keep):
+        near = [j for j, q in enumerate(keep) if abs(p - q) <= 8]
+        errors = {name: a[:, near] for name, a in part.floors.items() if a.ndim == 2}
+        assert floors.peak[i] == max(errors["peak"].max(), ulps[i])
+        for name in ("shift", "cached"):
+            found = max(np.sqrt((errors[name] ** 2).mean()), ulps[i])
+            assert getattr(floors, name)[i] == pytest.approx(found, rel=1e-12, abs=0)
+        own = np.sqrt((part.floors["rms"][:, i] ** 2).mean())
+        wide = np.sqrt((errors["rms"] ** 2).mean())
+        assert floors.pool[i] == pytest.approx(max(own, wide), rel=1e-12, abs=0)
+
+
 def test_a_held_out_member_leaves_the_floor() -> None:
     case, truth = (
         flat_floors(rms=(3, 10, 1e3), peak=(3, 10, 1e3), shift=(3, 10, 1e3)),
@@ -532,6 +588,8 @@ def test_the_pages_tables_hold_every_pair_there_is() -> None:
         ("port chunked", "port cached"),
         ("port chunked", "transformers full"),
         ("port chunked", "transformers chunked"),
+        ("port mixed", "port cached"),
+        ("port mixed", "transformers full"),
     ]
     assert {p.rows for p in tables.cached + tables.chunked} == {20}
     assert [str(p.a) for p in page_tables(CASE, {"step": STEP}).chunked] == ["transformers chunked"]

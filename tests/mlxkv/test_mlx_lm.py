@@ -112,6 +112,28 @@ def kept(
     }
 
 
+BATCH = Plan(
+    "batch",
+    (New("a"), Call("a", ((3, 7, 11), (2, 19, 5)), 0), Call("a", ((1,), (8,)), 3)),
+    rows=(0, 2, 3),
+)
+
+
+def test_rows_by_position_and_batches_are_what_the_port_gives(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    some = replace(judged_plans(SEQUENCE, prompt=5)["mixed"], rows=(0, 7, 9, 20))
+    found = follow(folder_of("gqa"), tmp_path, BATCH, some)
+    model = load(folder_of("gqa"), "float32")
+    for plan in (BATCH, some):
+        ours, theirs = port.run(model, plan).arrays, found[plan.name].arrays
+        assert theirs.keys() == ours.keys()
+        for name, array in ours.items():
+            np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)
+    assert found["batch"].batch.tolist() == [0, 0, 1, 1, 0, 1]
+    assert found["mixed"].positions.tolist() == [0, 7, 9, 20]
+
+
 def test_a_trace_says_whose_it_is(
     kept: dict[str, dict[str, trace.Trace]], folder_of: Callable[[str], Path]
 ) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlxkv.judge import limits, measure
+from mlxkv.judge.cache_gates import ratio_gates
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
-from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
+from mlxkv.judge.gates import Yardstick, logit_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
 
@@ -77,7 +78,8 @@ def of_members(case: Case) -> list[Reading]:
     found = []
     for i, member in enumerate(case.pool.members):
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
-        run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
+        at = np.asarray(case.truth.positions)
+        run = Measures(at, np.arange(len(at)), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
