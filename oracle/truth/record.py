@@ -51,7 +51,7 @@ def write(
         streams = llama.follow(
             weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
-        tables = llama.rope_tables(config, len(call.tokens))
+        tables = llama.rope_tables(config, len(tokens))
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
             out.arrays[name][...] = table.numpy()
         most, apart = llama.write_logits(
