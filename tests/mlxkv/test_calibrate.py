@@ -187,7 +187,7 @@ def test_the_command_measures_a_random_model_in_both_lanes(
     assert (value["dtype"], list(value["models"]), port["sigma"]["readings"]) == (
         "float16",
         ["gqa-0.02"],
-        4,
+        5,
     )
     assert port["algebra (float64)"]["largest"] < 1e-13
     assert all(r["within"] for r in value["readings"])
