@@ -62,8 +62,10 @@ def assert_agrees(
         found = _followed(follow, folder, case, probe, plans)
     verdict = found.judge()
     if verdict.outcome != "agree":
-        meta = next(iter((found.candidates or found.algebra).values())).meta
-        sides = (side(meta), oracle_side(case.manifest))
+        lanes = [found.candidates, found.algebra]
+        lanes += [found.probe.candidates, found.probe.algebra] if found.probe is not None else []
+        first = next(one for lane in lanes for one in lane.values())
+        sides = (side(first.meta), oracle_side(case.manifest))
         raise AssertionError(terminal.console(verdict, case.manifest, sides=sides))
 
 
@@ -125,8 +127,8 @@ def _given(
     else:
         one = _read(found)
         of = assign(case, [one], probe=probe)
-        traces = {f"{PROBE} {name}": one for name in (of.probe.candidates if of.probe else ())}
-        traces |= of.candidates | of.repeats
+        names = [f"{PROBE} {name}" for name in (of.probe.candidates if of.probe else ())]
+        traces = dict.fromkeys([*of.candidates, *of.repeats, *names], one)
     missing = sorted(set(plans or ()) - set(traces))
     if missing or not traces:
         what = f"none of plan {', '.join(missing) or 'any name'}, expected one"
