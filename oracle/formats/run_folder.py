@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,10 @@ transformers' runs."""
 FLOORS = "floors.safetensors"
 PROBE = "probe"
 """The run folder within a run folder that holds the same model's probe: see `probe_inputs`."""
+SEQUENTIAL = "sequential-full"
+"""The member of the pool whose norms add up their rows one number after another. It is never held
+out, and where there is no truth, it has no part in the mean."""
+
 
 _FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/2", "mlxkv-floors/1"
 _OLD = "mlxkv-oracle/1"  # of version 0.1, without the mixed plan and the probe
@@ -148,15 +152,22 @@ def probe_inputs(vocab_size: int, context: int, *, dtype: str, threads: int) -> 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
 
-    `distinct` of the members differ bitwise.
+    `distinct` of the members differ bitwise. `widest` is the longest row whose numbers the
+    sequential member added up one after another.
     """
 
     members: list[str]
     kinds: list[str]
     distinct: int
+    widest: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
+
+
+def ordinary(members: Iterable[str]) -> list[str]:
+    """The members of a pool that add up as torch does: all but the sequential one."""
+    return [name for name in members if name != SEQUENTIAL]
 
 
 def read_manifest(folder: Path) -> Manifest:
