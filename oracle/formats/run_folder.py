@@ -273,11 +273,15 @@ def read_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
     return found
 
 
-def suspects_digest(manifest: Manifest) -> str:
-    """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
+def suspects_digest(manifest: Manifest, plan: str) -> str:
+    """The digest of all that a run folder's usual suspects depend on here, whatever made it.
+
+    `plan` is the one at whose borders of calls mistakes are tried too.
+    """
     tokens, n = tuple(manifest.tokens), manifest.prompt_tokens
     inputs = Inputs(tokens=tokens, prompt_tokens=n, dtype=manifest.dtype)
-    return inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    digest = inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    return hashlib.sha256(f"{digest} {plan} {manifest.plans.get(plan)}".encode()).hexdigest()
 
 
 def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
