@@ -23,7 +23,7 @@ from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
 from mlxkv.commands.locate import run as locating
 from mlxkv.commands.locate.layers import WALK
-from mlxkv.commands.locate.place import Located
+from mlxkv.commands.locate.found import Located
 from mlxkv.engines import job, port
 from mlxkv.engines import machine as runtime
 from mlxkv.engines import recorder as taps

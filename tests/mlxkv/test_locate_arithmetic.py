@@ -16,7 +16,8 @@ from synthetic import NOISE, Array, changed, make_candidates, make_case
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
 from mlxkv.commands.locate.layers import Layer
-from mlxkv.commands.locate.place import Located, layer_of
+from mlxkv.commands.locate.found import Located
+from mlxkv.commands.locate.outside import first_wrong
 from mlxkv.judge.verdict import judge
 from oracle.formats.trace import Meta, Trace
 
