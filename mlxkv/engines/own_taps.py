@@ -32,7 +32,7 @@ HIDDEN = -1e8
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The shapes that the taps of a Llama have in a call of L tokens with S in the cache after it."""
+    """The shapes of a Llama's taps in a call of L tokens, with S in the cache after it."""
 
     config: LlamaConfig
 

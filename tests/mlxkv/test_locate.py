@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from command import Done, mlxkv, torch_python
 
-from mlxkv.commands.locate import hints
+from mlxkv.commands.locate import rows
 from mlxkv.commands.locate import place as locate
 from mlxkv.commands.locate import run as locating
 from mlxkv.commands.locate.layers import WALK
@@ -333,10 +333,20 @@ def norm_weight(model: Llama, _: Patch) -> None:
 STEP_CACHE = "the cache: row {row} of its {kind} in layer {layer}, head {head}, is "
 FAULTS = {
     "eps in the input norm of layer 1": Fault(
-        eps(1, "input_layernorm"), "full", 0, (1,), "input_norm", hint="RMSNorm: eps"
+        eps(1, "input_layernorm"),
+        "full",
+        0,
+        (1,),
+        "input_norm",
+        hint="RMSNorm: eps (each row is the truth's times a factor of its own, that of an eps larger by 1e-06)",
     ),
     "eps in the post norm of layer 2": Fault(
-        eps(2, "post_attention_layernorm"), "full", 0, (2,), "post_norm", hint="RMSNorm: eps"
+        eps(2, "post_attention_layernorm"),
+        "full",
+        0,
+        (2,),
+        "post_norm",
+        hint="RMSNorm: eps (each row is the truth's times a factor of its own, that of an eps larger by 1e-06)",
     ),
     "one weight of a norm": Fault(
         norm_weight,
@@ -419,7 +429,7 @@ FAULTS = {
         (1,),
         "o_proj",
         (),
-        "o_proj: its weight or bias (output 5 of 32)",
+        "o_proj: its weight, bias or precision (output 5 of 32)",
     ),
     "KV heads swapped in layer 1": Fault(
         swapped,
@@ -460,7 +470,7 @@ FAULTS = {
     "the mask lets one future token in": Fault(
         mask(lambda length, start, right: np.roll(right, 1, axis=1) * right),
         *("full", 0, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: at position 0 it lets it see the key of position 1",
+        "the mask: at position 0 it lets it see the key of position 1, and any at most 1 ahead",
     ),
     "the mask hides the token itself from position 1 on": Fault(
         mask(
@@ -471,7 +481,7 @@ FAULTS = {
             )
         ),
         *("full", 1, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: at position 1 it hides from it the key of position 1",
+        "the mask: it hides 11 from themselves (at position 1 it hides from it the key of position 1)",
     ),
     "a chunk's mask without its offset": Fault(
         mask(without_offset),
@@ -480,12 +490,12 @@ FAULTS = {
         EVERY,
         "scores",
         (0, 1, 2, 3),
-        "the mask: at position 4 it hides from it the key of position 1",
+        "the mask: the offset of the call that starts at position 4 is missing",
     ),
     "a chunk turned one position late": Fault(
         turned(lambda start, length: start > 0 and length > 1),
         *("chunked", CHUNK, EVERY, "q_rope", (0, 1, 2, 3)),
-        "RoPE: positions from 4 on (index_pos)",
+        "RoPE: positions: position 4 is turned as position 5 is (index_pos)",
     ),
     "single tokens turned one position late": Fault(
         turned(lambda start, length: length == 1),
@@ -494,7 +504,7 @@ FAULTS = {
         EVERY,
         "q_rope",
         (0, 1, 2, 3),
-        "RoPE: positions from 6 on (index_pos)",
+        "RoPE: positions: position 6 is turned as position 7 is (index_pos)",
     ),
     "silu with 1.702": Fault(silu, "full", 0, EVERY, "activation", hint="the activation: silu"),
     "no first residual in layer 1": Fault(
@@ -548,10 +558,15 @@ FAULTS = {
         3,
         (0,),
         "embedding",
-        hint="the embedding: its weights, or other token ids",
+        hint="the embedding: its weights, its scale, or other token ids",
     ),
     "eps of the final norm": Fault(
-        final_eps, "full", 0, (), "logits", hint="behind the layers: the final norm's eps"
+        final_eps,
+        "full",
+        0,
+        (),
+        "logits",
+        hint="behind the layers: each row is the truth's times a factor of its own: the final norm (its mean, eps or rsqrt)",
     ),
 }
 
@@ -590,7 +605,10 @@ def test_another_theta_is_found_at_position_1_in_every_layer(
         "q_rope",
         (0, 1, 2, 3),
     )
-    assert found.hint == "RoPE: theta, scaling, pairing or positions"
+    assert (
+        found.hint
+        == "RoPE: each pair turns at another speed: theta, scaling, the sign of the angles or the order of the pairs"
+    )
 
 
 def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
@@ -603,7 +621,7 @@ def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
         0,
         1,
         "up",
-        "mlp.up_proj: its weight or bias (output 5 of 48)",
+        "mlp.up_proj: its weight, bias or precision (output 5 of 48)",
     )
     (row,) = [
         row
@@ -803,4 +821,4 @@ def test_rounding_to_bfloat16_is_to_the_nearest_and_ties_to_even() -> None:
     expected = np.array(
         mx.array(values.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32), np.float64
     )
-    assert hints.rounded(values, "bfloat16").tolist() == expected.tolist()
+    assert rows.rounded(values, "bfloat16").tolist() == expected.tolist()

@@ -73,8 +73,11 @@ def explain(layer: Layer, tap: str, first: int, heads: Sequence[int]) -> str:
     return words if dtype is None else f"{words}; every number of it is one that {dtype} holds"
 
 
-def behind(mine: Array, its: Array, *, near: float) -> str | None:
+def behind(mine: Array, its: Array, *, near: float, dtype: str) -> str | None:
     """What all rows of wrong logits (n, V) share, as only the last steps make it; else None."""
+    other = narrower(mine, its, dtype)
+    if other is not None:
+        return f"the logits of this {dtype} run are rounded to {other}"
     found = scale(mine, its, near=near)
     if found is not None:
         return f"{found}: the final norm ({NORM}), or a scale of the logits"
@@ -93,10 +96,14 @@ def scale(mine: Array, its: Array, *, near: float) -> str | None:
     off, noise = np.abs(by_row - 1), near / max(float(np.abs(its).max()), near)
     wrong = np.flatnonzero(off > max(ALIKE * off.max(), noise))
     if len(wrong) == len(by_row) > 1 and np.ptp(by_row) <= max(0.01 * off.max(), noise):
-        return f"every row is {by_row.mean():.8g} times the truth's"
+        return f"every row is {_times(by_row.mean())} times the truth's"
     if len(wrong) == 1:
-        return f"row {wrong[0]} is {by_row[wrong[0]]:.8g} times the truth's"
+        return f"row {wrong[0]} is {_times(by_row[wrong[0]])} times the truth's"
     return "each row is the truth's times a factor of its own"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.6g}" if abs(factor - 1) > 1e-4 else f"{factor:.9g}"
 
 
 def _unrecorded(layer: Layer, tap: str, missing: Sequence[str]) -> str:
@@ -155,13 +162,15 @@ def _projection(layer: Layer, tap: str, heads: Sequence[int]) -> str:
     order, given = order_of_heads(layer, tap, heads), layer.pair(source)
     if order:
         return f"{name}: the order of its heads ({order})"
-    mine, its = map(_flat, layer.both(tap))
+    mine, its = map(flat, layer.both(tap))
     error, near = mine - its, layer.near(tap)
     wrong = np.flatnonzero(~(np.abs(error).max(0) <= near))
     if len(wrong) == 1 and given is not None:
-        column = _column(error[:, wrong[0]], _flat(given[1]), near=near)
+        column = _column(error[:, wrong[0]], flat(given[1]), near=near)
         if column is not None:
             return f"{name}.weight: the single weight [{wrong[0]}, {column}]"
+    if alike(np.sort(mine, axis=1), np.sort(its, axis=1), near):
+        return f"{name}: the same numbers in another order: how they are split into heads"
     return f"{name}: its weight, bias or precision ({some('output', wrong, its.shape[1])})"
 
 
@@ -187,8 +196,16 @@ def _rope(layer: Layer, tap: str, first: int) -> str:
 
 def _cache(layer: Layer, tap: str, row: int, head: int) -> str:
     """On a row of a cache's `keys` or `values` that is not the one that went into it."""
+    order = order_of_heads(layer, tap, _wrong_heads(layer, tap))
+    if order:
+        return f"the cache: the order of the heads of its {tap} ({order})"
     other = "is none of the truth's rows: overwritten or changed"
     return row_words(layer, tap, row, head) or f"{_row(layer, tap, row, head)}, {other}"
+
+
+def _wrong_heads(layer: Layer, tap: str) -> list[int]:
+    errors = np.abs(np.subtract(*layer.both(tap))).max((1, 2))
+    return [int(head) for head in np.flatnonzero(~(errors <= layer.near(tap)))]
 
 
 def row_words(layer: Layer, tap: str, row: int, head: int) -> str | None:
@@ -210,21 +227,24 @@ def _of_attention(layer: Layer, tap: str, heads: Sequence[int]) -> str:
 
 def _scores(layer: Layer, heads: Sequence[int]) -> str:
     mine, its = layer.both("scores")
-    found = masks.words(mine, its, layer.run.meta.plan)
+    near, seen = layer.near("scores"), its != 0
+    found = masks.words(mine, its, layer.run.meta.plan, near=near)
     if found is not None:
         return f"the mask: {found}"
-    seen = np.abs(its) > max(1e-6, 100 * layer.slack) * np.abs(its).max()
-    ratio = np.asarray(mine[seen] / its[seen], np.float64)
-    if ratio.size and np.ptp(ratio) <= max(ALIKE, layer.slack * 1e3) * abs(ratio.mean() - 1):
-        times = f"every score is {ratio.mean():.6g} times the truth's"
+    ratio = factors(mine[seen][None], its[seen][None], axis=1, near=near)
+    if ratio is not None:
+        times = f"every score is {ratio[0]:.6g} times the truth's"
         return f"the attention's scale: {times} (1 / sqrt(head_dim) is right)"
     read = _read(layer, heads, "scores")
     if read:
         return f"GQA's head order: {read}"
+    missing = masks.lost(mine, its, near=near)
+    if missing is not None:
+        return f"the cache: {missing}"
     ranks = np.argsort(its[seen])
-    if (np.diff(mine[seen][ranks]) >= -2 * layer.near("scores")).all():
+    if (np.diff(mine[seen][ranks]) >= -2 * near).all():
         return "scores of right queries and keys: each keeps its rank: a cap or another function"
-    other = "which key head a query head reads (GQA), a key row of the cache, or a bias"
+    other = "they read other keys than those (of another head, row or layer), or add a bias"
     return f"scores of right queries and keys: {other}"
 
 
@@ -232,8 +252,12 @@ def _attention(layer: Layer, heads: Sequence[int]) -> str:
     among = "GQA's head order among the values"
     if not layer.recorded("scores"):
         return f"attention of right queries, keys and values: mask, scale, softmax, or {among}"
+    mine, its = (array[list(heads)] for array in layer.both("attention"))
+    found = scale(flat(mine), flat(its), near=layer.near("attention"))
+    if found is not None:
+        return f"attention with right scores: {found} in head{s(heads)} {listed(heads)}"
     read = _read(layer, heads, "attention")
-    other = f"softmax, {among}, or a value row of the cache"
+    other = f"softmax, {among}, or other values than those (of another row or layer)"
     return f"{among}: {read}" if read else f"attention with right scores: {other}"
 
 
@@ -276,6 +300,14 @@ def order_of_heads(layer: Layer, tap: str, heads: Sequence[int]) -> str:
     return ", ".join(found)
 
 
-def _flat(array: Array) -> Floats:
+def s(of: Sequence[int]) -> str:
+    return "s" if len(of) > 1 else ""
+
+
+def listed(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads))
+
+
+def flat(array: Array) -> Floats:
     """(heads, n, width) -> (n, heads * width), as the projections count."""
     return np.asarray(array.swapaxes(0, 1).reshape(array.shape[1], -1), np.float64)

@@ -11,8 +11,11 @@ from mlxkv.judge.measure import Array, Bools
 from oracle.formats.plan import Plan
 
 
-def words(mine: Array, its: Array, plan: Plan) -> str | None:
-    """None where every token sees the keys that it should."""
+def words(mine: Array, its: Array, plan: Plan, *, near: float) -> str | None:
+    """None where every token sees the keys that it should, or a score that it sees is wrong."""
+    both = (mine != 0) & (its != 0)
+    if not (np.abs(mine[both] - its[both]) <= near).all():
+        return None
     places = np.arange(its.shape[1])
     ahead = places[None, :] - places[:, None]  # of a query, [query, key]
     sees = ((mine != 0) & (ahead > 0)).any(0)
@@ -27,6 +30,17 @@ def words(mine: Array, its: Array, plan: Plan) -> str | None:
     return f"{rule} ({first})" if rule else f"{first}, and {int(hidden.sum()) - 1} more pairs"
 
 
+def lost(mine: Array, its: Array, *, near: float) -> str | None:
+    """Which key the first wrong query does not read, if it reads all others one place earlier."""
+    wrong = np.flatnonzero(~(np.abs(mine - its) <= near).all((0, 2)))
+    query = int(wrong[0])
+    keys = its[:, query, : query + 1]
+    for row in range(query + 1 if query else 0):
+        if (np.abs(np.delete(keys, row, axis=1) - mine[:, query, :query]) <= near).all():
+            return f"at position {query} the key of position {row} is not read: its row was lost"
+    return None
+
+
 def _first(pairs: Bools, verb: str) -> str:
     query, key = (int(i) for i in np.argwhere(pairs)[0])
     return f"position {query} it {verb} the key of position {key}"
@@ -35,7 +49,8 @@ def _first(pairs: Bools, verb: str) -> str:
 def _rule(hidden: Bools, back: Array, plan: Plan) -> str | None:
     """One rule that hides exactly these keys; `back` is how far a key lies before its query."""
     if not back[hidden].any():
-        return f"it hides {int(hidden.sum())} tokens from themselves"
+        many = int(hidden.sum())
+        return "it hides a token from itself" if many == 1 else f"it hides {many} from themselves"
     least = int(back[hidden].min())
     if np.array_equal(hidden, back >= least):
         return f"a window of {least}: a token sees itself and the {least - 1} before it"

@@ -20,6 +20,9 @@ from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Array, Floats
 from oracle.formats.trace import Trace
 
+# Of the largest logit: an error that a right head does not make of right hidden states.
+SLACK = {"float32": 2.0**-20, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
@@ -30,7 +33,10 @@ class Opened:
 
 
 def look(base: Located, truth: Trace, opened: Opened) -> Located | None:
-    """The first tap that stands out; None where each that was handed out is within its limit."""
+    """The first tap that stands out, or the head where what leaves the last layer is right.
+
+    None where each tap that was handed out is within its limits, and that one was not.
+    """
     rows: list[TapRow] = []
     for number in range(count(truth)):
         mine = [row for tap in WALK if (row := _row(opened, truth, number, tap))]
@@ -38,7 +44,16 @@ def look(base: Located, truth: Trace, opened: Opened) -> Located | None:
         wrong = next((row for row in mine if row.wrong), None)
         if wrong is not None:
             return _located(base, truth, opened, wrong, rows)
-    return None
+    if not rows or rows[-1].tap != "hidden" or rows[-1].layer != count(truth) - 1:
+        return None
+    order, positions, _ = measure.in_order(opened.run)
+    its = truth.logits[positions]
+    dtype = opened.run.meta.dtype
+    near = SLACK[dtype] * float(np.abs(its).max())
+    words = hints.behind(opened.run.logits[order], its, near=near, dtype=dtype) or hints.HEAD
+    right = f"each of the {len(rows)} taps is within its limits, what leaves the last layer too"
+    plan = opened.run.meta.plan.name
+    return replace(base, plan=plan, rows=tuple(rows), hint=f"behind the layers: {words} ({right})")
 
 
 def _located(
@@ -111,9 +126,8 @@ def _floor(opened: Opened, truth: Trace, number: int, tap: str) -> Floats | None
 
 def _of_scores(port: Layer, largest: Floats) -> Floats | None:
     """The error that queries and keys hand on: in the run's dtype the port shows no scores."""
-    found = [port.errors(tap) for tap in ("q_rope", "k_rope")]
-    relative = sum(float(errors.max()) for errors in found if errors is not None)
-    return None if None in found else np.full(largest.shape, relative * float(largest.max()))
+    found = [float(e.max()) for tap in ("q_rope", "k_rope") if (e := port.errors(tap)) is not None]
+    return np.full(largest.shape, sum(found) * float(largest.max())) if len(found) == 2 else None
 
 
 def _near(noise: Array) -> Floats:

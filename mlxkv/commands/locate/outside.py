@@ -21,7 +21,7 @@ from mlxkv.judge.admission import cache_reasons
 from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.limits import KV_WORST
-from mlxkv.judge.measure import Array, Bools, Floats
+from mlxkv.judge.measure import Bools, Floats
 from mlxkv.judge.result import Strip, Verdict, plain
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
@@ -70,7 +70,7 @@ class Held:
 def look(base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
     """The place that the cache of a plan that failed shows, and patterns over positions."""
     held, why = _held(case, verdict, runs)
-    calls = _by_calls(case, verdict, runs)
+    calls = by_calls(case, verdict, runs)
     words = [calls] if calls else []
     if held is None:
         words += [_GROWS] if _growing(verdict) else []
@@ -148,12 +148,12 @@ def _place(base: Located, case: Case, held: Held, number: int, wrong: Bools) -> 
     known = _known(layers, wrong)
     if known is not None:
         return replace(at, hint=known)
-    rows = _which(wrong.any((0, 1)), held.run.meta.plan)
+    rows = _which(np.asarray(wrong.any((0, 1))), held.run.meta.plan)
     if len(kinds) == 2 and _given(held.ratios[:, number], wrong):
         return _before(at, layers, rows, alone=_alone(held.ratios[:, number].max((0, 1))))
     if len(kinds) == 2:
         what = "its k_proj and v_proj, or the cache"
-        which = f"keys and values of head{_s(heads)} {_list(heads)} alone"
+        which = f"keys and values of head{hints.s(heads)} {hints.listed(heads)} alone"
         return replace(at, hint=f"in layer {number}: {which}, {rows}: {what}")
     other = KINDS[kinds == ["keys"]]
     what = _keys(layers["keys"]) if kinds == ["keys"] else "v_proj, or the cache"
@@ -186,16 +186,20 @@ def _given(ratios: Floats, wrong: Bools) -> bool:
     return bool((~(medians <= SURE)).all())
 
 
+def _above(by_row: Floats) -> Bools:
+    return np.asarray(~(by_row <= SURE))
+
+
 def _alone(by_row: Floats) -> bool:
     """Whether some of n positions are far above the noise and all others within it, in floors."""
-    clean = by_row <= SURE
+    clean = ~_above(by_row)
     return bool(clean.any() and not clean.all() and (~(by_row[~clean] <= KV_WORST)).all())
 
 
 def _before(at: Located, layers: Mapping[str, Layer], rows: str, *, alone: bool) -> Located:
     """Keys and values of every head are wrong: what made them was. `alone`: at some rows only."""
     layer = layers["values"]
-    mine, its = map(_flat, layer.both("values"))
+    mine, its = map(hints.flat, layer.both("values"))
     scaled = hints.scale(mine, its, near=layer.near("values"))
     none, number = replace(at, tap=None, head=None, heads=()), layer.number
     if scaled is not None:
@@ -230,7 +234,7 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     order, positions, _ = measure.in_order(held.run)
     mine, its = held.run.logits[order], case.truth.logits[positions]
     floors = np.asarray(case.floors["rms"], np.float64).max()
-    found = hints.behind(mine, its, near=NEAR * float(floors))
+    found = hints.behind(mine, its, near=NEAR * float(floors), dtype=case.manifest.dtype)
     within = "keys and values are within their limits in every layer"
     if found is not None:
         return replace(base, hint=f"{within}: behind the layers: {found}")
@@ -238,7 +242,7 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     curve = next((curve for curve in verdict.curves if curve.plan == held.plan), None)
     by_row = np.array(curve.rms) / np.array(verdict.floor)[list(curve.positions)] if curve else None
     if by_row is not None and len(by_row) == case.length and _alone(by_row):
-        rows = _which(~np.less_equal(by_row, SURE), held.run.meta.plan)
+        rows = _which(_above(by_row), held.run.meta.plan)
         made = f"made in layer {last}, the last, after its keys and values"
         hint = f"{within}: {made}: {ATTENTION} (logits are wrong {rows})"
         return replace(base, layer=last, hint=hint)
@@ -246,7 +250,7 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     return replace(base, hint=f"{within}: behind those of the last: {also}; or {hints.HEAD}")
 
 
-def _by_calls(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> str | None:
+def by_calls(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> str | None:
     """Calls of several tokens much noisier than single ones, of the same tokens at one position.
 
     In the logits, or in the first layer's rows, which depend on their own token alone.
@@ -295,9 +299,7 @@ def _growing(verdict: Verdict) -> bool:
         return False
     ratios = np.array(full.rms) / np.array(verdict.floor)[list(full.positions)]
     quarters = [float(np.median(part)) for part in np.array_split(ratios, 4)]
-    if quarters != sorted(quarters) or not quarters[-1] > UNEVEN * quarters[0]:
-        return False
-    return True
+    return quarters == sorted(quarters) and quarters[-1] > UNEVEN * quarters[0]
 
 
 def _which(rows: Bools, plan: Plan) -> str:
@@ -309,7 +311,7 @@ def _which(rows: Bools, plan: Plan) -> str:
     if len(wrong) < n - wrong[0]:
         shown, many = ", ".join(map(str, wrong.tolist())), f"{len(wrong)} of {n} positions"
         named = f"at {many}, of which {wrong[0]} is the first"
-        named = f"at position{_s(wrong)} {shown}" if len(wrong) <= 4 else named
+        named = f"at position{hints.s(wrong.tolist())} {shown}" if len(wrong) <= 4 else named
     single = np.zeros(n, bool)
     for call in plan.calls():
         single[call.start : call.start + call.fed] = call.fed == 1
@@ -318,18 +320,6 @@ def _which(rows: Bools, plan: Plan) -> str:
     if single.any() and np.array_equal(rows, ~single):
         return f"{named}, those of calls of several tokens"
     return named
-
-
-def _s(of: Array | tuple[int, ...]) -> str:
-    return "s" if len(of) > 1 else ""
-
-
-def _list(heads: tuple[int, ...]) -> str:
-    return ", ".join(map(str, heads))
-
-
-def _flat(array: Array) -> Floats:
-    return np.asarray(array.swapaxes(0, 1).reshape(array.shape[1], -1), np.float64)
 
 
 def _finite(values: Floats) -> tuple[float | None, ...]:

@@ -19,8 +19,8 @@ WORDS = {
     "propagated": "the same run with each layer fed what the layer before really gave",
     "tap": "a place inside a layer, in the order of computation; errors are relative to the "
     "truth's largest value there",
-    "noise floors": "of a tap that an engine hands out: its largest error over that of the port's own "
-    "tap in the same dtype, near the same position",
+    "noise floors": "of a tap that an engine hands out: its error over that of the port's tap in "
+    "the same dtype, near the same position",
     "keys, values": "what the cache holds at the end of the plan, beside k_rope and v, which went "
     "into it",
     "logits": "behind the layers: the final norm and the head",

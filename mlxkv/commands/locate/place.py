@@ -69,7 +69,8 @@ def locate(
         return _in_tap(base, case, rows, isolated)
     inside = opened and opening.look(base, case.truth, opened)
     if inside:
-        return inside
+        calls = outside.by_calls(case, verdict, arithmetic or {})
+        return replace(inside, hint=f"{calls}; {inside.hint}" if calls else inside.hint)
     if failing_plan(verdict) is None:
         return outside.look(base, case, verdict, arithmetic or {})
     right = "; each recorded tap of each layer is right when it is fed the truth's input"
@@ -80,7 +81,7 @@ def failed_steps(run: Trace) -> list[str]:
     """Of a run with taps each step that failed, for which its taps are not looked at."""
     plan = run.meta.plan.name
     return [
-        f"the run with taps failed in step {i} of plan {plan}, so that nothing inside the layers was "
+        f"the run with taps failed in step {i} of plan {plan}, so nothing inside the layers was "
         f"looked at: {outcome.error}"
         for i, outcome in enumerate(run.meta.outcomes)
         if outcome.error is not None
@@ -184,7 +185,7 @@ def _hint(layer: Layer, first: TapRow) -> str:
         return hints.explain(layer, first.tap, first.first, first.heads)
     order, positions, _ = measure.in_order(layer.run)
     mine, its = layer.run.logits[order], layer.truth.logits[positions]
-    found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()))
+    found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()), dtype="float64")
     return f"behind the layers: {found or hints.HEAD}"
 
 

@@ -13,9 +13,9 @@ from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.compare.follow import Runs
 from mlxkv.commands.compare.suspects import Suspects
 from mlxkv.commands.locate import page, place
+from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import count
 from mlxkv.commands.locate.opened import Opened
-from mlxkv.commands.locate.found import Located
 from mlxkv.engines import job, oracle, own, process
 from mlxkv.engines.progress import say
 from mlxkv.judge.admission import by_plan, case_reasons
@@ -30,7 +30,7 @@ from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import TAPS, Trace
-from oracle.model.checkpoint import Checkpoint, resolve
+from oracle.model.checkpoint import resolve
 
 SCORES_MOST = 512
 """Tokens up to which scores are recorded: they grow with the square of the length, and beyond that

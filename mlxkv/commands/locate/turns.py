@@ -89,6 +89,9 @@ def _turned(found: _Turns, right: Complex | None) -> str:
             return (
                 f"positions: position {first} is turned as position {first + shift} is (index_pos)"
             )
+    same = found.factor[wrong] - found.factor[wrong[:1]]
+    if len(wrong) > 1 and np.abs(same).max() <= max(found.noise, _PART * found.error):
+        return "each wrong row is turned by the same angles: counted from another position"
     speeds = found.factor[1] ** np.arange(n)[:, None] if n > 3 else None
     if speeds is not None and found.explained(speeds):
         return (
