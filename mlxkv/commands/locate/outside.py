@@ -187,7 +187,8 @@ def _given(ratios: Floats, wrong: Bools) -> bool:
 
 
 def _above(by_row: Floats) -> Bools:
-    return np.asarray(~(by_row <= SURE))
+    """The worst row of a correct engine reads 3.9 in its cache, 2.3 in its logits."""
+    return np.asarray(~(by_row <= MEDIAN))
 
 
 def _alone(by_row: Floats) -> bool:
