@@ -19,9 +19,10 @@ import numpy as np
 
 from mlxkv.judge import limits, measure
 from mlxkv.judge.angles import Angles, estimate
+from mlxkv.judge.cache_gates import ratio_gates
 from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import Floors, cache_floors, logit_floors
-from mlxkv.judge.gates import pooled, ratio_gates
+from mlxkv.judge.gates import pooled
 from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.measure import Floats, Measures
 from mlxkv.judge.result import Cause, Gate
@@ -163,13 +164,13 @@ def _first(run: Trace | None, n: int) -> Trace | None:
     """Only the rows of the first n positions, where there are any, in order of position."""
     if run is None or not (np.asarray(run.positions) < n).any():
         return None
-    order, positions, _ = measure.in_order(run)
-    keep = order[positions < n]
+    order = np.argsort(run.positions, kind="stable")
+    keep = order[np.asarray(run.positions)[order] < n]
     return replace(run, arrays={name: run.arrays[name][keep] for name in ("logits", "positions")})
 
 
 def _sigma(rms: Floats, run: Measures, floors: Floors) -> float:
-    sigma = pooled(rms / floors.rms[run.positions])
+    sigma = pooled(rms / floors.rms[run.rows])
     return sigma if np.isfinite(sigma) else float("inf")
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from synthetic import make_case, texts
 
 from mlxkv.commands.locate import page as report
-from mlxkv.commands.locate.place import Located, Strip, TapRow
+from mlxkv.commands.locate.found import Located, TapRow
+from mlxkv.judge.result import Strip
 from mlxkv.report.plots import heat_strip
 
 MANIFEST = make_case().manifest
