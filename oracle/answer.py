@@ -177,14 +177,15 @@ def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     double, apart = _doubles(question, model, tokens)
     held = {name.split("-")[0] for name in runs.members}
     kinds = tuple(kind for kind in model.kinds if kind in held and kind not in apart)
-    parts = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False) - double
+    rough = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False)
+    members = {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart}
     return _Pool(
         runs.generated,
         runs.plans,
-        {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart},
-        kinds=kinds,
-        double=double,
-        parts=float(np.sqrt(np.mean(parts * parts))),
+        members,
+        kinds,
+        double,
+        parts=float(np.sqrt(np.mean(np.square(rough - double)))),
         widest=model.widest,
         left_out=apart,
         environment=reference.environment() | {"dtype": question.dtype, "attention": kinds[-1]},

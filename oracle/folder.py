@@ -294,7 +294,8 @@ def proofs(manifest: Manifest) -> list[str]:
     odd = {name for name, _, _ in proved.failed(manifest)}
     for name, limit in proved.limits_of(manifest).items():
         value = manifest.proofs.get(name, float("nan"))
-        holds, words = "FAILS" if name in odd else "holds", _PROOFS[name].format(followed)
+        holds = "FAILS" if name in odd else "holds"
+        words = _PROOFS[name].format(followed)
         lines.append(f"{words} {value:.1e} of {most} (limit {limit:.0e}): {holds}")
     return lines
 

@@ -24,12 +24,11 @@ TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
 """What a run folder measures by: the strict float64 truth, or where none is written out the mean of
 transformers' runs."""
 FLOORS = "floors.safetensors"
-PROBE = "probe"
-"""The run folder within a run folder that holds the same model's probe: see `probe_inputs`."""
 SEQUENTIAL = "sequential-full"
 """The member of the pool whose norms add up their rows one number after another. It is never held
 out, and where there is no truth, it has no part in the mean."""
-
+PROBE = "probe"
+"""The run folder within a run folder that holds the same model's probe: see `probe_inputs`."""
 
 _FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/2", "mlxkv-floors/1"
 _OLD = "mlxkv-oracle/1"  # of version 0.1, without the mixed plan and the probe

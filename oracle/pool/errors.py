@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oracle.formats.contents import KINDS
-from oracle.formats.contents import members_of as members_of
+from oracle.formats.contents import KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool, ordinary
 from oracle.formats.tensors import Array, Shapes, writer
@@ -37,7 +36,7 @@ def write(
     """Measures the members, in the order of `members_of`, into one file.
 
     Logits have a column for each row of the truth, keys and values one for each position. `cached`
-    is the plan that is held against the full one; `widest` is the longest row that the sequential
+    is the plan that is held against the full one, `widest` the longest row that the sequential
     member added up.
     """
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
@@ -48,7 +47,8 @@ def write(
             _measure_logits(out.arrays, m, members[name], truth)
             _measure_cache(out.arrays, m, members[name], truth)
         for k, kind in enumerate(kinds):
-            out.arrays["cached"][k] = apart(members[f"{kind}-{cached}"], members[f"{kind}-full"])
+            held = members[f"{kind}-{cached}"]
+            out.arrays["cached"][k] = apart(held, members[f"{kind}-full"])
         out.finish(pool.to_json())
     return pool
 
@@ -62,11 +62,11 @@ def of_member(member: Trace, truth: Trace) -> dict[str, Array]:
     return {name: array[0] for name, array in out.items()}
 
 
-def apart(step: Trace, full: Trace) -> Array:
+def apart(one: Trace, other: Trace) -> Array:
     """(rows,): the rms of what two runs of the same rows are apart, over the vocabulary."""
-    found = np.empty(len(full.logits))
-    for rows in blocks(full.logits):
-        found[rows] = _rms(step.logits[rows].astype(np.float64) - full.logits[rows])
+    found = np.empty(len(other.logits))
+    for rows in blocks(other.logits):
+        found[rows] = _rms(one.logits[rows].astype(np.float64) - other.logits[rows])
     return found
 
 

@@ -747,10 +747,12 @@ def test_the_probes_gates_join_under_their_own_plan_names() -> None:
     verdict = judge(CASE, RUNS, algebra=EXACT, probe=PROBE)
     assert (verdict.outcome, verdict.reasons, verdict.notes) == ("agree", (), ())
     assert verdict.plans == (*RUNS, "probe full", "probe chunked")
-    assert [c.name for c in verdict.controls[3:]] == [
+    assert [c.name for c in verdict.controls[5:]] == [
         "probe sdpa-chunked, held out",
         "probe sdpa-chunked times 1.001",
-        "probe stored errors of sdpa-chunked",
+        "probe stored errors of the kept runs",
+        "probe sequential-full beside them",
+        "probe noise of the pool",
     ]
     ran = {(g.name, g.plan) for g in verdict.gates if g.plan.startswith("probe")}
     assert {("sigma", "probe full"), ("sigma", "probe chunked")} < ran
@@ -822,7 +824,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": np.ones((2, PROBE.case.length))},
             ),
         ),
-        "probe: floors.safetensors: rms has shape [2, 300], expected [2, ",
+        "probe: floors.safetensors: rms has shape [2, 300], expected [3, ",
     ),
     "floors of another size": (
         replace(
@@ -832,7 +834,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": PROBE.case.floors["rms"] * 1.01},
             ),
         ),
-        "probe: control 'stored errors of sdpa-chunked'",
+        "probe: control 'stored rms of sdpa-full'",
     ),
     "fewer rows than its plan keeps": (
         probed(lambda t: rows(t, list(range(len(t.positions) - 1)))),
@@ -986,11 +988,12 @@ def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
 
 
 def test_equal_tokens_leave_masks_to_the_probe() -> None:
-    equal = replace(CASE, manifest=replace(CASE.manifest, tokens=[7] * N))
-    assert judge(equal, RUNS).notes == (
+    equal = make_case(tokens=[7] * N)
+    runs = make_candidates(equal)
+    assert judge(equal, runs).notes == (
         "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
     )
-    assert judge(equal, RUNS, probe=PROBE).notes == (
+    assert judge(equal, runs, probe=PROBE).notes == (
         "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
         "ones",
     )
