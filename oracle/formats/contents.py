@@ -26,7 +26,6 @@ from oracle.formats.plan import (
 )
 from oracle.formats.run_folder import (
     FLOORS,
-    PROBE,
     SEQUENTIAL,
     Manifest,
     Pool,

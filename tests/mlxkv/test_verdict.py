@@ -824,7 +824,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": np.ones((2, PROBE.case.length))},
             ),
         ),
-        "probe: floors.safetensors: rms has shape [2, 300], expected [3, ",
+        "probe: floors.safetensors: rms has shape [2, 300], expected [3, 57]",
     ),
     "floors of another size": (
         replace(
@@ -834,7 +834,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": PROBE.case.floors["rms"] * 1.01},
             ),
         ),
-        "probe: control 'stored rms of sdpa-full'",
+        "probe: control 'stored rms of sdpa-",
     ),
     "fewer rows than its plan keeps": (
         probed(lambda t: rows(t, list(range(len(t.positions) - 1)))),
