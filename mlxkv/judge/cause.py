@@ -127,7 +127,7 @@ def blind(
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
         shown = any(_seen(suspect, candidates[plan], suspects.n, floors) for plan in plans)
-        if "step" in plans and not shown:
+        if case.cached in plans and not shown:
             of_cache = _of_cache(case, suspect)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
         if plans and not shown:

@@ -18,6 +18,7 @@ from mistaken import Array, Engine, causal
 
 from mlxkv.commands.compare.suspects import _plan
 from mlxkv.judge import cause
+from mlxkv.judge.angles import estimate
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
@@ -321,12 +322,14 @@ def test_a_theta_is_estimated_from_keys_whose_rows_are_in_pairs(
 
 
 @pytest.mark.parametrize("start", [1, 2])
-def test_positions_that_start_elsewhere_are_read_from_keys_alone(
+def test_positions_that_start_elsewhere_are_read_from_keys(
     known: Callable[..., Known], start: int
 ) -> None:
     # RoPE turns by distances, so no logit changes.
-    found = known("gqa").named(position=lambda _, own: own + start)
-    assert not isinstance(found, str), found
+    one = known("gqa")
+    runs = one.run(one.engine(position=lambda _, own: own + start))
+    found = estimate(one.case, runs["step"], one.of(judge(one.case, runs)).angles)
+    assert found is not None
     assert found.words == f"positions that start at {start} instead of 0"
 
 

@@ -159,7 +159,7 @@ def test_what_bfloat16_cannot_show_is_said_by_name_and_float32_shows_it(tmp_path
     assert said[0] in second.stdout
     exact = compare(folder, *ids, "--out", tmp_path / "out", **env)
     assert exact.returncode == 1
-    assert "\ncause: looks like lost RoPE scaling (sigma " in exact.stdout
+    assert "looks like lost RoPE scaling (sigma " in exact.stdout
 
 
 def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(

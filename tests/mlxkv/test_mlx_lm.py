@@ -473,8 +473,8 @@ def test_a_theta_that_no_suspect_has_is_read_from_keys(
     )
     done = compare(other, "--oracle", oracle_of("gqa"), "--out", tmp_path / "out")
     assert done.returncode == 1
-    assert "looks like rope_theta 11000 instead of 10000" in done.stdout.splitlines()[-1]
-    assert "against the truth's keys of layer 0 turned so" in done.stdout
+    assert "looks like rope_theta 11000 instead of 10000 (sigma " in done.stdout
+    assert " against the truth's keys of layer 0 turned so)" in done.stdout
 
 
 def test_a_mistake_that_is_none_of_them_is_not_explained(

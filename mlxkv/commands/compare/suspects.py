@@ -102,4 +102,6 @@ def _unseen(
         return [f"what this run cannot see was not looked for: {suspects}"]
     unseen = cause.blind(case, traces, verdict.gates, suspects)
     at = f"at {case.length} tokens in {case.manifest.dtype}"
-    return [f"{at} this run cannot see: {', '.join(unseen)}"] if unseen else []
+    probed = any(gate.ran and gate.plan.startswith("probe") for gate in verdict.gates)
+    whose = "without its probe this run" if probed else "this run"
+    return [f"{at} {whose} cannot see: {', '.join(unseen)}"] if unseen else []
