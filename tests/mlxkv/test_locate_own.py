@@ -129,7 +129,7 @@ OUTSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     ),
     "eps in layer 1's second norm": (
         faults.normed(faults.large_eps, of="post_attention_layernorm"),
-        *(1, None, BETWEEN.format(before=1)),
+        *(2, None, BETWEEN.format(before=1)),
     ),
     "eps in the final norm": (
         faults.normed(faults.large_eps, of="model.norm"),
@@ -172,16 +172,16 @@ OUTSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
         faults.not_a_number,
         *(1, "values", "row 9 of its values in layer 1, head 0, is missing or not a number"),
     ),
-    "GQA's head order": (faults.head_order, 0, None, BETWEEN.format(before=0)),
-    "another silu": (faults.silu, 0, None, BETWEEN.format(before=0)),
-    "no residual": (faults.no_residual, 1, None, BETWEEN.format(before=1)),
+    "GQA's head order": (faults.head_order, 1, None, BETWEEN.format(before=0)),
+    "another silu": (faults.silu, 1, None, BETWEEN.format(before=0)),
+    "no residual": (faults.no_residual, 2, None, BETWEEN.format(before=1)),
     "one weight of k_proj": (
         faults.one_weight("self_attn.k_proj"),
         *(1, "keys", "while its values are right: k_proj, RoPE, or the cache"),
     ),
     "one weight of o_proj": (
         faults.one_weight("self_attn.o_proj"),
-        *(1, None, BETWEEN.format(before=1)),
+        *(2, None, BETWEEN.format(before=1)),
     ),
     "a tied head": (faults.tied, None, None, "the head's weights (tied to the embedding or not)"),
     "logits times 1.001": (
@@ -478,4 +478,4 @@ def test_a_file_without_taps_is_looked_at_from_outside_and_that_is_said(
     assert done.returncode == 1, done.stderr
     note = "note: mine.py:load has no taps(): nothing inside its layers was looked at"
     assert note in done.stdout.splitlines()
-    assert "located: position 0, layer 0" in done.stdout.splitlines()
+    assert "located: position 0, layer 1" in done.stdout.splitlines()

@@ -480,6 +480,25 @@ def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None
     assert judge(wrong, FAULTS["a NaN"][0]).outcome == "differ"
 
 
+def test_where_transformers_and_a_sound_truth_disagree_nobody_is_told_to_make_it_again() -> None:
+    case = replace(bad_member(1.0003), manifest=proofs(transformers_double=0.31).manifest)
+    verdict = judge(case, RUNS, algebra=EXACT)
+    assert verdict.outcome == "cannot tell"
+    assert verdict.reasons[0].endswith(
+        "transformers and the truth disagree, and either may be at fault: try another version of "
+        "transformers, and look in config.json for a key that one of them reads otherwise"
+    )
+    assert verdict.reasons[1].startswith("control 'sdpa-step, held out'")
+    assert [r for r in verdict.reasons if "again" in r] == []
+    # A truth that is not one even by itself is no side in a dispute.
+    for broken in ({"truth_agreement": 2e-10}, {"transformers_double": "absent"}):
+        case = replace(
+            bad_member(1.0003), manifest=proofs(**({"transformers_double": 0.31} | broken)).manifest
+        )
+        found = judge(case, RUNS, algebra=EXACT).reasons
+        assert any("make the oracle folder again" in reason for reason in found)
+
+
 def bad_member(scale: float) -> Case:
     """The held-out member is unlike the others, in its logits and in the stored errors alike."""
     step = changed(CASE.references["step"], "logits", lambda a: a * np.float32(scale))

@@ -75,9 +75,7 @@ def look(base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace])
     if held is None:
         words += [_GROWS] if _growing(verdict) else []
         return replace(base, hint="; ".join([*words, f"{base.pointed} ({why})"]))
-    by_position = tuple(_finite(layer) for layer in held.ratios.max((0, 2)))
-    strip = Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
-    base = replace(base, strip=strip, plan=base.plan or held.plan)
+    base = replace(base, strip=_strip(held), plan=base.plan or held.plan)
     if held.plan != base.plan:
         words += [f"by the cache of plan {held.plan}, as plan {base.plan} shows none"]
     found = first_wrong(held.ratios)
@@ -89,6 +87,17 @@ def look(base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace])
         return replace(base, layer=0, hint=calls)
     place = _place(base, case, held, *found)
     return replace(place, hint="; ".join([*words, place.hint or ""]))
+
+
+def strip(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Strip | None:
+    """Keys and values of the plan that failed, by layer and position, where it shows them."""
+    held, _ = _held(case, verdict, runs)
+    return None if held is None else _strip(held)
+
+
+def _strip(held: Held) -> Strip:
+    by_position = tuple(_finite(layer) for layer in held.ratios.max((0, 2)))
+    return Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
 
 
 def _held(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> tuple[Held | None, str]:
@@ -213,10 +222,10 @@ def _before(at: Located, layers: Mapping[str, Layer], rows: str, *, alone: bool)
         what = f"the embedding, the token ids{weights}"
         return replace(none, hint=f"in layer 0: {which}: {what}")
     right = f"the keys and values of layer {number - 1} are within their limits"
-    none = replace(none, layer=number - 1)
     if alone:
         made = f"made in layer {number - 1}, after its keys and values: {ATTENTION}"
-        return replace(none, hint=f"{made} ({right}; in layer {number} {which})")
+        hint = f"{made} ({right}; in layer {number} {which})"
+        return replace(none, layer=number - 1, hint=hint)
     what = (
         f"in layer {number - 1} its attention, o_proj or MLP, or a scale that its first norm hides"
         f"; or in layer {number} the first norm, or both k_proj and v_proj"

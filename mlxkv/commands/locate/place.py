@@ -69,8 +69,10 @@ def locate(
         return _in_tap(base, case, rows, isolated)
     inside = opened and opening.look(base, case.truth, opened)
     if inside:
-        calls = outside.by_calls(case, verdict, arithmetic or {})
-        return replace(inside, hint=f"{calls}; {inside.hint}" if calls else inside.hint)
+        runs = arithmetic or {}
+        calls, strip = outside.by_calls(case, verdict, runs), outside.strip(case, verdict, runs)
+        hint = f"{calls}; {inside.hint}" if calls else inside.hint
+        return replace(inside, hint=hint, strip=strip)
     if failing_plan(verdict) is None:
         return outside.look(base, case, verdict, arithmetic or {})
     right = "; each recorded tap of each layer is right when it is fed the truth's input"
