@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mlxkv.judge import limits, measure
@@ -72,14 +71,16 @@ class Suspects:
     n: int
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     name: str
     words: str
     plan: str
     rough: bool
 
 
-class _List(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _List:
     inputs: str
     fingerprint: str
     theta: float
