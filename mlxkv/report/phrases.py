@@ -81,7 +81,9 @@ def _alone(verdict: Verdict) -> str:
     """Which plans are right, where some are: that tells what a wrong one does otherwise."""
     wrong = {g.plan for g in verdict.gates if g.failed}
     right = [plan for plan in verdict.plans if plan not in wrong]
-    return f"plan{'s' if len(right) > 1 else ''} {', '.join(right)} agree" if right else ""
+    if len(right) == 1:
+        return f"plan {right[0]} agrees"
+    return f"plans {', '.join(right)} agree" if right else ""
 
 
 def unseen(verdict: Verdict) -> str | None:

@@ -132,8 +132,9 @@ def test_a_wrong_one_differs_and_the_usual_suspect_is_named(answer: Path, tmp_pa
     mine = written(tmp_path, ('self.config["rope_theta"]', "500000.0"))
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "\ncause: looks like rope_theta 500000 instead of 10000 (sigma " in done.stdout
-    assert "\nmine.py:load: differ (logits, cache): sigma" in done.stdout
+    words = "looks like rope_theta 500000 instead of 10000 (sigma "
+    assert f"\nmine.py:load: differ (logits, cache): {words}" in done.stdout
+    assert "; gates: sigma, " in done.stdout
 
 
 def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(
@@ -186,7 +187,9 @@ def test_nan_differs(answer: Path, tmp_path: Path) -> None:
     )
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "\nmine.py:load: differ (logits, cache): finite, sigma" in done.stdout
+    assert "\nmine.py:load: differ (logits, cache): the logits of position " in done.stdout
+    assert " are NaN in " in done.stdout
+    assert "; gates: finite, sigma" in done.stdout
 
 
 # In this process.
