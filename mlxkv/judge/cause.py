@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mlxkv.judge import limits, measure
@@ -72,14 +71,16 @@ class Suspects:
     n: int
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     name: str
     words: str
     plan: str
     rough: bool
 
 
-class _List(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _List:
     inputs: str
     fingerprint: str
     theta: float
@@ -150,12 +151,10 @@ def read_suspects(folder: Path, fingerprint: str) -> Suspects:
     each = ("rms", "shift", "peak", "cache", "logits")
     if any(len(arrays.get(name, ())) != len(found.suspects) for name in each):
         raise Refusal(f"{ARRAYS} holds another number of suspects than are listed", **how)
-    listed = [
-        Suspect(
-            one.name, one.words, one.plan, one.rough, **{name: arrays[name][i] for name in each}
-        )
-        for i, one in enumerate(found.suspects)
-    ]
+    listed = []
+    for i, one in enumerate(found.suspects):
+        its = {name: arrays[name][i] for name in each}
+        listed.append(Suspect(one.name, one.words, one.plan, one.rough, **its))
     angles = Angles(found.theta, arrays["frequencies"], arrays["powers"])
     return Suspects(tuple(listed), arrays["columns"], angles, arrays["rms"].shape[1])
 
