@@ -1,9 +1,9 @@
 """The strict float64 Llama that everything is judged against: plain torch, a layer at a time.
 
-transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32. Here
-everything is. The architecture is that of transformers' `modeling_llama.py` and candle's
-`llama.rs`: RMSNorm before attention and before the MLP, RoPE on queries and keys, grouped-query
-attention, SwiGLU.
+transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32 unless
+they are widened too (`oracle/pool/orders.py`). Here everything is. The architecture is that of
+transformers' `modeling_llama.py` and candle's `llama.rs`: RMSNorm before attention and before the
+MLP, RoPE on queries and keys, grouped-query attention, SwiGLU.
 
 Axes: L tokens of one segment, S tokens in a layer's cache after it, n tokens of the whole sequence;
 H query heads, K key/value heads, G = H / K query heads to each of them, D head_dim; E hidden, F the
@@ -249,8 +249,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 
 @torch.inference_mode()
-def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tuple[float, float]:
-    """Fills `out` (n, V) from the first stream; returns max |logit|, and how far others differ."""
+def write_logits(
+    streams: Mapping[str, Tensor],
+    head: Tensor,
+    out: Array,
+    *,
+    positions: Sequence[int] | None = None,
+) -> tuple[float, float]:
+    """Fills `out` (rows, V) from the first stream; returns max |logit|, and how far others differ.
+
+    The streams (rows, E) are what enters the head at these positions (None: from 0 on).
+    """
     (name, first), *others = streams.items()
     most = apart = 0.0
     step = max(1, _BLOCK // len(head))
@@ -258,7 +267,8 @@ def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tup
         rows = slice(start, start + step)
         logits = first[rows] @ head.T
         if not bool(torch.isfinite(logits).all()):
-            what = f"logits of {name} at positions from {start} on are not finite"
+            at = start if positions is None else positions[start]
+            what = f"logits of {name} at positions from {at} on are not finite"
             raise Refusal(
                 f"{what}, expected finite ones", where="truth", remedy="check the weights"
             )

@@ -416,16 +416,16 @@ Against the float64 truth, over all rows of each plan: what other tools look at.
 
 ## Inputs
 
-|                     |                                                              |
-| ------------------- | ------------------------------------------------------------ |
-| model               | `default`                                                    |
-| weights fingerprint | `f0f0f0f0`                                                   |
-| config digest       | `c0c0c0c0`                                                   |
-| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-8 |
-| plan chunked        | `dddddddd`                                                   |
-| plan full           | `aaaaaaaa`                                                   |
-| plan prefixes       | `cccccccc`                                                   |
-| plan step           | `bbbbbbbb`                                                   |
+|                     |                                                               |
+| ------------------- | ------------------------------------------------------------- |
+| model               | `default`                                                     |
+| weights fingerprint | `f0f0f0f0`                                                    |
+| config digest       | `c0c0c0c0`                                                    |
+| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-16 |
+| plan chunked        | `dddddddd`                                                    |
+| plan full           | `aaaaaaaa`                                                    |
+| plan prefixes       | `cccccccc`                                                    |
+| plan step           | `bbbbbbbb`                                                    |
 
 ## Reproduce
 
