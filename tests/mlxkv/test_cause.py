@@ -464,3 +464,17 @@ def test_llama_32s_scaling_is_seen_or_said_to_be_unseen(
     verdict = judge(one.case, runs)
     assert verdict.outcome == "agree"
     assert "lost RoPE scaling" in one.unseen(runs)
+
+
+def test_a_mistake_that_one_plan_shows_is_seen(known: Callable[..., Known]) -> None:
+    one = known("gqa")
+    runs = one.run(one.engine())
+    verdict = judge(one.case, runs)
+    suspects = one.of(verdict)
+    words = "no causal mask"
+    (full,) = (s for s in suspects.listed if s.words == words and s.plan == "full")
+    zeros = {name: 0 * getattr(full, name) for name in ("rms", "shift", "peak", "cache")}
+    nothing = replace(full, plan="chunked", **zeros)
+    for listed, unseen in (((full, nothing), ()), ((nothing,), (words,))):
+        found = cause.blind(one.case, runs, verdict.gates, replace(suspects, listed=listed))
+        assert found == unseen
