@@ -124,16 +124,16 @@ def blind(
     """
     floors = logit_floors(case, measure.truth_rows(case.truth))
     ran = {gate.name for gate in gates if gate.ran}
-    unseen = []
+    tried: dict[str, bool] = {}  # one mistake may be several suspects, one for each plan
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
         shown = any(_seen(suspect, candidates[plan], suspects.n, floors) for plan in plans)
         if case.cached in plans and not shown:
             of_cache = _of_cache(case, suspect)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
-        if plans and not shown:
-            unseen.append(suspect.words)
-    return tuple(dict.fromkeys(unseen))
+        if plans:
+            tried[suspect.words] = tried.get(suspect.words, False) or shown
+    return tuple(words for words, shown in tried.items() if not shown)
 
 
 def read_suspects(folder: Path, fingerprint: str) -> Suspects:
@@ -151,12 +151,10 @@ def read_suspects(folder: Path, fingerprint: str) -> Suspects:
     each = ("rms", "shift", "peak", "cache", "logits")
     if any(len(arrays.get(name, ())) != len(found.suspects) for name in each):
         raise Refusal(f"{ARRAYS} holds another number of suspects than are listed", **how)
-    listed = [
-        Suspect(
-            one.name, one.words, one.plan, one.rough, **{name: arrays[name][i] for name in each}
-        )
-        for i, one in enumerate(found.suspects)
-    ]
+    listed = []
+    for i, one in enumerate(found.suspects):
+        its = {name: arrays[name][i] for name in each}
+        listed.append(Suspect(one.name, one.words, one.plan, one.rough, **its))
     angles = Angles(found.theta, arrays["frequencies"], arrays["powers"])
     return Suspects(tuple(listed), arrays["columns"], angles, arrays["rms"].shape[1])
 
