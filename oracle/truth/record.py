@@ -51,6 +51,9 @@ def write(
         streams = llama.follow(
             weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
+        tables = llama.rope_tables(config, len(tokens))
+        for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
+            out.arrays[name][...] = table.numpy()
         most, apart = llama.write_logits(
             {name: hidden[list(kept)] for name, hidden in streams.items()},
             weights.head(config),
@@ -74,6 +77,7 @@ def _shapes(config: Config, n: int, rows: int, names: Mapping[str, str]) -> Shap
         "steps": (np.int32, (rows,)),
         "logits": (np.float64, (rows, config.vocab_size)),
     }
+    arrays |= dict.fromkeys(trace.ROPE_TABLES, (np.float64, (n, config.head_dim // 2)))
     for key, name in names.items():
         for i in range(config.n_layers):
             arrays[name.format(i)] = (np.float64, taps.get(key, kv))

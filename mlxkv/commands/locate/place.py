@@ -16,7 +16,7 @@ import numpy as np
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
-from mlxkv.judge import measure
+from mlxkv.judge import layout, measure
 from mlxkv.judge.admission import cache_reasons
 from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import cache_floors
@@ -285,10 +285,11 @@ def _in_arithmetic(
 
 def _cache_ratios(case: Case, step: Trace | None) -> Floats | None:
     """(keys and values, layers, K, n) in floors; None without keys and values to read."""
-    if step is None or step.kv(CACHE, 0) is None or cache_reasons(step, case.truth):
-        return None
     largest = measure.cache_largest(case.truth)
-    if largest is None:
+    if step is None or step.kv(CACHE, 0) is None or largest is None:
+        return None
+    step = layout.as_truth(step, case.truth)
+    if cache_reasons(step, case.truth):
         return None
     return measure.cache_errors(step, case.truth)[0] / cache_floors(case, largest)
 
