@@ -319,9 +319,10 @@ def test_rope_parameters_alone_are_lost_on_mlx_lm_and_the_cause_is_named(tmp_pat
     listed.write_text("{}")
     shown = compare(folder, *ids[:-1], "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
     line = "looks like rope_theta 10000 instead of 100000 (sigma "
-    assert f"\ncause: {line}" in shown.stdout
-    assert "\nmlx-lm: differ (logits, cache): sigma" in shown.stdout
-    assert f"\n- {line}" in (tmp_path / "out" / "compare.md").read_text()
+    assert f"\nmlx-lm: differ (logits, cache): {line}" in shown.stdout
+    assert "; gates: sigma" in shown.stdout
+    report = (tmp_path / "out" / "compare.md").read_text()
+    assert f"**differ (logits, cache): {line}" in report
     # Without lane A the place is read from the cache, and the cause is said beside it.
     found = mlxkv("locate", folder, *ids, "--engine", "mlx-lm", "--out", tmp_path / "out", **env)
     assert found.returncode == 1, found.stderr
@@ -374,7 +375,7 @@ def test_a_planted_mistake_is_named(
         other, "--engine", engine, "--oracle", oracle_of(layout), "--out", tmp_path / "out"
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"\ncause: looks like {words} (sigma " in done.stdout
+    assert f": looks like {words} (sigma " in done.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize(("to", "bits"), [("float16", None), ("bfloat16", 0xFFFF0000)])
@@ -412,10 +413,10 @@ def test_rounded_weights_of_a_third_engine_are_named(
         tmp_path / "out",
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"\nthird: cause: looks like mlp weights rounded to {to} (sigma " in done.stdout
+    why = f"looks like mlp weights rounded to {to} (sigma "
+    assert f"\nthird: differ (logits, cache): {why}" in done.stdout
     assert (
-        f" It looks like mlp weights rounded to {to} (sigma "
-        in (tmp_path / "out" / "compare.md").read_text()
+        f"third: **differ (logits, cache): {why}" in (tmp_path / "out" / "compare.md").read_text()
     )
     assert (
         json.loads((tmp_path / "out" / "compare.json").read_text())["third"]["cause"]["name"]
@@ -455,10 +456,8 @@ def test_rows_of_q_and_k_in_pairs_order_are_named(
         tmp_path / "out",
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert (
-        "\nthird: cause: looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... "
-        in done.stdout
-    )
+    why = "looks like q and k rows of each head in the order 0, head_dim / 2, 1, ... "
+    assert f"\nthird: differ (logits): {why}" in done.stdout
     third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
     assert third["first_wrong"]["position"] == 1
 

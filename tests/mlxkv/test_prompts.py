@@ -342,10 +342,11 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
     assert prefixes_feed(7, 5) == 5 + 6 + 7
     most = next(n for n in range(1, PREFIXES_MOST) if prefixes_feed(n + 1, 1) > PREFIXES_MOST)
     assert "prefixes" in judged_plans([1] * most, prompt=1)
-    assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "step"]
+    assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "mixed", "step"]
     assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG_CHUNKS))) == [
         "chunked",
         "full",
+        "mixed",
         "step",
     ]
 
