@@ -196,7 +196,7 @@ def test_nan_differs(answer: Path, tmp_path: Path) -> None:
 
 
 FLICKERS = """
-        if __import__("random").random() < 0.2:
+        if CHANCE.random() < 0.2:
             logits[0, -1, 0] = logits[0, -1, 0] * (1 + 2e-7)
         return logits
 """
@@ -207,18 +207,13 @@ def test_a_row_that_is_other_in_one_call_of_five_is_found(
     answer: Path, tmp_path: Path, steady: bool
 ) -> None:
     # A last bit of one logit, which no noise floor shows.
-    says = (
-        "    model = OwnLlama"
-        if steady
-        else "    OwnLlama.deterministic = False\n    model = OwnLlama"
-    )
+    says = "" if steady else "    OwnLlama.deterministic = False\n"
     mine = written(
         tmp_path,
         (HEAD, HEAD.replace("return", "logits =") + FLICKERS.rstrip()),
-        ("    return OwnLlama", says),
-        ("for name, array in weights.items()}\n    )\n", "for name, array in weights.items()}\n"
-         "    )\n    return model\n"),
-    )  # fmt: skip
+        ("    return OwnLlama(", f"{says}    return OwnLlama("),
+        ("import json\n", "import json\nfrom random import Random\nCHANCE = Random(0)\n"),
+    )
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
     (gate,) = [gate for gate in verdict["gates"] if gate["name"] == "repeat"]
@@ -229,7 +224,7 @@ def test_a_row_that_is_other_in_one_call_of_five_is_found(
     if steady:
         assert "; gates: repeat\n" in done.stdout
         assert gate["value"] >= 1  # how many positions
-    assert "repeats of 50 of 71 calls: " in " ".join(verdict["not_exercised"])
+    assert "repeats of 55 of 76 calls: " in " ".join(verdict["not_exercised"])
 
 
 # In this process.
