@@ -20,6 +20,7 @@ from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -32,12 +33,6 @@ from oracle.truth import record
 from oracle.truth.config import Config
 from oracle.truth.weights import Weights
 
-# The truth's proofs, and what chose their limits. `truth_agreement`: step, chunked and full agree.
-# A correct truth reads 1e-14; any wrong mask, position or cache row makes it 1e-5 or more.
-# `transformers_double`: the distance from transformers' .double(). A correct truth reads 5e-8 to
-# 1e-7 on text and up to 5.1e-7 on random or repeated ids, where one early position dominates; an
-# eps of 1.1e-5 instead of 1e-5 makes it 7e-6 or more on all of them.
-PROOF_LIMITS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
 PROOF_POSITIONS = 32
 
 _T = TypeVar("_T")
@@ -56,13 +51,17 @@ class _Runs:
 class _Pool(_Runs):
     """The runs of the kinds of attention that are believed.
 
-    `double` (n, V) are the first positions' logits in float64. `left_out` says of a kind of
-    attention how far it is from the class's own in float64, if that is too far. `environment` is
-    what the numbers depend on.
+    `double` (n, V) are the first positions' logits in float64. `parts` is the rms of what they
+    change by if all is float64 but what transformers computes in float32 whatever its weights are.
+    `widest` is the longest row that the sequential member added up.
+    `left_out` says of a kind of attention how far it is from the class's own in float64, if that is
+    too far. `environment` is what the numbers depend on.
     """
 
     kinds: tuple[str, ...]
     double: Array
+    parts: float
+    widest: int
     left_out: dict[str, float]
     environment: dict[str, Any]
 
@@ -132,11 +131,20 @@ def _measured(
     measure, proofs = _measure(question, folder, pool, progress)
     progress("measuring the pool", 0, 1)
     cached, kind = question.cached, pool.kinds[-1]
-    measured = errors.write(folder / FLOORS, measure, pool.members, kinds=pool.kinds, cached=cached)
+    measured = errors.write(
+        folder / FLOORS,
+        measure,
+        pool.members,
+        kinds=pool.kinds,
+        cached=cached,
+        widest=pool.widest,
+    )
     step, full = (pool.members[f"{kind}-{plan}"].logits for plan in (cached, "full"))
     proofs[f"reference_{cached}_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
     )
+    most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
+    proofs["float32_parts"] = pool.parts / most
     for path in list(folder.glob("pool-*")):
         if not keep_pool or path.name.split("-")[1] in pool.left_out:
             path.unlink()
@@ -165,12 +173,23 @@ def _run(question: Question, model: Reference, folder: Path, progress: Progress)
 
 def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     """The pool without kinds of attention that are too far from the class's own."""
-    double, apart = _doubles(question, model, _proof_tokens(question, runs.generated))
+    tokens = _proof_tokens(question, runs.generated)
+    double, apart = _doubles(question, model, tokens)
     held = {name.split("-")[0] for name in runs.members}
     kinds = tuple(kind for kind in model.kinds if kind in held and kind not in apart)
-    members = {name: made for name, made in runs.members.items() if name.split("-")[0] in kinds}
-    environment = reference.environment() | {"dtype": question.dtype, "attention": kinds[-1]}
-    return _Pool(runs.generated, runs.plans, members, kinds, double, apart, environment)
+    rough = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False)
+    members = {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart}
+    return _Pool(
+        runs.generated,
+        runs.plans,
+        members,
+        kinds,
+        double,
+        parts=float(np.sqrt(np.mean(np.square(rough - double)))),
+        widest=model.widest,
+        left_out=apart,
+        environment=reference.environment() | {"dtype": question.dtype, "attention": kinds[-1]},
+    )
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:

@@ -179,7 +179,8 @@ def show(folder: Path, as_json: bool) -> None:
 @_folder
 @_model
 @_out("The folder to write into.")
-def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -> None:
+@click.option("--plan", default="full", help="Also mistakes at the borders of this plan's calls.")
+def suspects(folder: Path, model: str | None, out: Path, plan: str, revision: str | None) -> None:
     """Compute the truth of a run folder once more with each usual mistake.
 
     Such a mistake is another rope_theta. An engine whose logits are those of one of them has
@@ -191,7 +192,7 @@ def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -
         require("torch")
         from oracle.truth.suspects import write
 
-        write(folder, out, model=model, revision=revision, progress=progress)
+        write(folder, out, plan=plan, model=model, revision=revision, progress=progress)
     click.echo(out)
 
 

@@ -13,18 +13,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
+from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, judged_plans, probe_plans
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
-from oracle.pool.errors import KINDS, members_of
 from oracle.pool.neighbour import Neighbour, neighbour_of
 from oracle.truth.config import OLD_FREQUENCIES, Config, checked
 from oracle.truth.rope import Dynamic
 
-DTYPES = ("float32", "float16", "bfloat16")
 # The least number that each dtype rounds to infinity.
 _INFINITE = {"float32": 2.0**128 - 2.0**103, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 

@@ -181,18 +181,20 @@ def _made(places: Sequence[_Place]) -> dict[_Kind, Answer]:
     return beside | {first.question.kind: first.answer(finished)}
 
 
-def suspects_folder(manifest: run_folder.Manifest) -> Path:
-    """Where the usual suspects of a run folder are kept."""
-    return in_use("suspects") / run_folder.suspects_digest(manifest)[:32]
+def suspects_folder(manifest: run_folder.Manifest, plan: str) -> Path:
+    """Where the usual suspects of a run folder are kept, with those of `plan`'s calls."""
+    return in_use("suspects") / run_folder.suspects_digest(manifest, plan)[:32]
 
 
-def make_suspects(checkpoint: Checkpoint, folder: Path, out: Path) -> process.Finished:
+def make_suspects(
+    checkpoint: Checkpoint, folder: Path, out: Path, *, plan: str
+) -> process.Finished:
     """Writes the usual suspects of a run folder into `out`.
 
-    These are truths of a model with one usual mistake each. `checkpoint` is what the folder was
-    made with.
+    These are truths of a model with one usual mistake each, at the borders of `plan`'s calls too.
+    `checkpoint` is what the folder was made with.
     """
-    source = [checkpoint.source, *_revision(checkpoint)]
+    source = [checkpoint.source, *_revision(checkpoint), "--plan", plan]
     return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
 
 

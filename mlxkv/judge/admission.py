@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from mlxkv.judge.case import CACHE, ORDER, Case
+from oracle.formats import contents
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import WITHOUT_REFERENCE, Plan
-from oracle.formats.run_folder import FLOORS, Manifest
+from oracle.formats.plan import Plan
+from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
-
-DTYPES = ("float32", "float16", "bfloat16")
-_AGAIN = "make the folder again"
 
 
 def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
@@ -114,35 +112,7 @@ def cache_reasons(trace: Trace, truth: Trace) -> list[str]:
 
 def case_reasons(case: Case) -> list[str]:
     """Why the oracle's side cannot serve as a measure; empty where it can."""
-    dtype, wanted = case.manifest.dtype, [p for p in ORDER if p in case.manifest.plans]
-    reasons = _truth_reasons(case)
-    for name, reference in case.references.items():
-        reasons += trace_reasons(reference, name, case, dtype=dtype)
-    reasons += [
-        f"oracle folder: no reference-{name}, expected one for each plan"
-        for name in wanted
-        if name not in WITHOUT_REFERENCE and name not in case.references
-    ]
-    if dtype not in DTYPES:
-        reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    return reasons + _floors_reasons(case)
-
-
-def _truth_reasons(case: Case) -> list[str]:
-    truth, n = case.truth, case.length
-    reasons = trace_reasons(truth, "full", case, dtype="float64")
-    kept = truth.meta.plan.rows
-    sample = list(kept) if isinstance(kept, tuple) else list(range(n))
-    if not reasons and truth.positions.tolist() != sample:
-        what = f"positions are not {_span(sample)} in order"
-        reasons.append(f"{truth.label}: {what}; {_AGAIN}")
-    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
-    if any(
-        pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs
-    ):
-        what = f"keys and values are not those of {n} tokens in every layer"
-        reasons.append(f"{truth.label}: {what}; {_AGAIN}")
-    return reasons
+    return contents.reasons(case.manifest, case.truth, case.references, case.pool, case.floors)
 
 
 def _cache_names(trace: Trace) -> set[str]:
@@ -197,55 +167,6 @@ def _failed_step(trace: Trace) -> list[str]:
     return [f"its step {i} failed: {error}" for i, error in errors if error is not None][:1]
 
 
-def _span(positions: list[int]) -> str:
-    whole = positions == list(range(len(positions)))
-    return f"0 to {len(positions) - 1}" if whole else f"the plan's {len(positions)}"
-
-
 def _some(positions: list[int]) -> str:
     head = ", ".join(map(str, positions[:6]))
     return head if len(positions) <= 6 else f"{head} and {len(positions) - 6} more"
-
-
-def _floors_reasons(case: Case) -> list[str]:
-    reasons = _pool_reasons(case)
-    for name, shape in _floor_shapes(case).items():
-        found = list(case.floors[name].shape) if name in case.floors else "none"
-        if found != shape:
-            reasons.append(f"{name} has shape {found}, expected {shape}; {_AGAIN}")
-    reasons += [
-        f"{name} holds a value that is not finite"
-        for name, array in sorted(case.floors.items())
-        if not np.isfinite(array).all()
-    ]
-    return [f"{FLOORS}: {reason}" for reason in reasons]
-
-
-def _pool_reasons(case: Case) -> list[str]:
-    members, kinds = case.pool.members, case.pool.kinds
-    reasons = [
-        f"{', '.join(names)} names one twice, expected each once; {_AGAIN}"
-        for names in (members, kinds)
-        if len(set(names)) < len(names)
-    ]
-    if set(kinds) != {name.split("-")[0] for name in members}:
-        what = f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}"
-        reasons.append(f"{what}; {_AGAIN}")
-    if not kinds or case.held_out not in members or len(members) < 2:
-        wanted = case.held_out if kinds else "runs of transformers"
-        reasons.append(f"members are {', '.join(members) or 'none'}, expected {wanted} and others")
-    if not case.has_truth and case.pool.distinct < 2:
-        what = f"{case.pool.distinct} bitwise distinct members, expected 2 or more"
-        reasons.append(f"{what}, as there is no truth to measure them by")
-    return reasons
-
-
-def _floor_shapes(case: Case) -> dict[str, list[int]]:
-    rows, first = len(case.truth.positions), case.truth.kv(CACHE, 0)
-    members, kinds = len(case.pool.members), len(case.pool.kinds)
-    shapes = {name: [members, rows] for name in ("rms", "shift", "peak")}
-    shapes |= {"cached": [kinds, rows]}
-    if first is not None:
-        of_cache = [members, layers(case.truth), len(first[0]), case.length]
-        shapes |= {"keys": of_cache, "values": of_cache}
-    return shapes

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats import contents
+from oracle.formats.run_folder import PROBE as PROBE
+from oracle.formats.run_folder import Manifest, Pool, read_manifest
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Trace, read
-
-PROBE = "probe"
-"""The probe's run folder inside a run folder, and its name in a verdict."""
+from oracle.formats.trace import Trace
 
 CACHE = "a"
 """The name that judged plans give their one cache."""
@@ -51,7 +50,11 @@ class Case:
     @property
     def held_out(self) -> str:
         """The member whose logits are kept as a reference: of the last kind of attention."""
-        return f"{self.pool.kinds[-1]}-{self.cached}"
+        return self.kept(self.cached)
+
+    def kept(self, plan: str) -> str:
+        """The member whose run of a plan is kept."""
+        return f"{self.pool.kinds[-1]}-{plan}"
 
     @property
     def cached(self) -> str:
@@ -79,19 +82,17 @@ class Probed:
 
 
 def read_case(folder: Path) -> Case:
-    """The oracle folder, its arrays mapped into memory; a Refusal if one is missing or damaged."""
-    manifest = read_manifest(folder)
-    pool, floors = read_floors(folder / FLOORS)
-    plans = [
-        name.removeprefix("reference-").removesuffix(".safetensors")
-        for name in sorted(manifest.files)
-        if name.startswith("reference-")
-    ]
-    references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
-    return Case(manifest, read(folder / manifest.measure), references, pool, floors)
+    """The oracle folder, its arrays mapped; a Refusal where a file is missing, damaged or not of
+    the same run as the others.
+    """
+    return _case(contents.read(folder))
 
 
 def read_probe(folder: Path) -> Case | None:
     """The probe of an oracle folder, None where it was made without one."""
-    inside = folder / PROBE
-    return read_case(inside) if inside.exists() else None
+    found = contents.read_probe(folder, read_manifest(folder))
+    return None if found is None else _case(found)
+
+
+def _case(found: contents.Contents) -> Case:
+    return Case(found.manifest, found.measure, found.references, found.pool, found.floors)

@@ -11,6 +11,7 @@ from mlxkv.judge.gates import Yardstick, sigma_of
 from mlxkv.judge.result import Outcome
 from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import PREFIXES_MOST, prefixes_feed
+from oracle.formats.run_folder import ordinary
 from oracle.formats.trace import Trace
 
 
@@ -43,9 +44,10 @@ def _no_truth(case: Case) -> str | None:
         return None
     left = ", ".join(case.manifest.left_out)
     odd = f"; left out, as it computes something else in float64: {left}" if left else ""
+    runs = ", ".join(ordinary(case.pool.members))
     return (
         "no truth for this architecture: the reference is the mean of transformers' own runs "
-        f"({', '.join(case.pool.members)}), and an error that all of them share is not seen{odd}"
+        f"({runs}), and an error that all of them share is not seen{odd}"
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,9 @@ TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
 """What a run folder measures by: the strict float64 truth, or where none is written out the mean of
 transformers' runs."""
 FLOORS = "floors.safetensors"
+SEQUENTIAL = "sequential-full"
+"""The member of the pool whose norms add up their rows one number after another. It is never held
+out, and where there is no truth, it has no part in the mean."""
 PROBE = "probe"
 """The run folder within a run folder that holds the same model's probe: see `probe_inputs`."""
 
@@ -148,15 +151,22 @@ def probe_inputs(vocab_size: int, context: int, *, dtype: str, threads: int) -> 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
 
-    `distinct` of the members differ bitwise.
+    `distinct` of the members differ bitwise. `widest` is the longest row whose numbers the
+    sequential member added up one after another.
     """
 
     members: list[str]
     kinds: list[str]
     distinct: int
+    widest: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
+
+
+def ordinary(members: Iterable[str]) -> list[str]:
+    """The members of a pool that add up as torch does: all but the sequential one."""
+    return [name for name in members if name != SEQUENTIAL]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -262,11 +272,15 @@ def read_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
     return found
 
 
-def suspects_digest(manifest: Manifest) -> str:
-    """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
+def suspects_digest(manifest: Manifest, plan: str) -> str:
+    """The digest of all that a run folder's usual suspects depend on here, whatever made it.
+
+    `plan` is the one at whose borders of calls mistakes are tried too.
+    """
     tokens, n = tuple(manifest.tokens), manifest.prompt_tokens
     inputs = Inputs(tokens=tokens, prompt_tokens=n, dtype=manifest.dtype)
-    return inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    digest = inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    return hashlib.sha256(f"{digest} {plan} {manifest.plans.get(plan)}".encode()).hexdigest()
 
 
 def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:

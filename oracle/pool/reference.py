@@ -30,7 +30,7 @@ from oracle.formats.plan import Call, Clone, Crop, Greedy, Ids, New, Plan, Reset
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
-from oracle.pool import neighbour_model
+from oracle.pool import neighbour_model, orders
 from oracle.truth.config import OLD_FREQUENCIES, checked, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
@@ -73,10 +73,11 @@ class Reference:
     """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, in one dtype.
 
     `kinds` are the kinds of attention that it has; the runs of the last one stay as references.
+    `widest` is the longest row that a norm has added up in order so far.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
+        self.checkpoint, self.dtype, self.widest = checkpoint, dtype, 0
         self._model: Any = _built(checkpoint, dtype).eval()
         self.kinds: tuple[str, ...] = ("eager", "sdpa")
         if is_neighbour(checkpoint):
@@ -87,10 +88,15 @@ class Reference:
         """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
         A step that fails leaves its error and no row; the next step goes on with what there is.
+        Where `attention` is "sequential", it is the class's own, and norms add up in order.
         """
-        self._model.set_attn_implementation(attention)
+        in_order = attention == "sequential"
+        self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
-        outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        order = orders.Sequential()
+        with order if in_order else contextlib.nullcontext():
+            outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
         meta = Meta(
             plan=plan,
@@ -108,22 +114,32 @@ class Reference:
 
     @torch.inference_mode()
     def double(
-        self, tokens: list[int], *, rows: int | None = None, attention: str = "sdpa"
+        self,
+        tokens: list[int],
+        *,
+        rows: int | None = None,
+        attention: str = "sdpa",
+        exact: bool = True,
     ) -> Array:
         """(n, V) logits of one uncached call in float64; `rows` keeps the first ones only.
 
         The weights, already rounded to the dtype, are widened. Packed ones are unpacked once more,
-        without rounding, since the truth's are exact. Eager attention leaves softmax in float32.
-        The model stays so: nothing else can be run on it afterwards.
+        without rounding, since the truth's are exact. What the class computes in float32 whatever
+        its weights are is float64 too if it is to be `exact`; of a neighbour all but RoPE's
+        frequencies. The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation(attention)
         self._model.double()
-        exact = Weights(self.checkpoint, dtype=self.dtype)
+        weights = Weights(self.checkpoint, dtype=self.dtype)
         for name, parameter in self._model.named_parameters():
             if name in self.checkpoint.packed:
-                parameter.copy_(exact(name))
+                parameter.copy_(weights(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
-        made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
+        with orders.Float64() if exact else contextlib.nullcontext():
+            if exact and not is_neighbour(self.checkpoint):
+                inner = self._model.model
+                inner.rotary_emb = type(inner.rotary_emb)(self._model.config)
+            made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
         logits: Array = made.logits[0].numpy()
         return logits
 

@@ -29,7 +29,7 @@ from oracle.formats.trace import Meta, Trace
 Array = npt.NDArray[Any]
 N, PROMPT, VOCAB, LAYERS, HEADS, DIM = 24, 5, 64, 2, 2, 8
 NOISE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}
-MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked", "sequential-full"]
 LINUX = {"os": "Linux", "python": "3.11.9", "threads": 2}
 
 
@@ -38,7 +38,9 @@ def plans(n: int = N, prompt: int = PROMPT) -> dict[str, Plan]:
 
 
 def texts(n: int = N) -> list[str]:
-    return ["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, n))][:n]
+    """One text for each id, of which there are VOCAB."""
+    known = ["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, VOCAB))]
+    return [known[i % VOCAB] for i in range(n)]
 
 
 def noisy(truth: Array, rng: np.random.Generator, size: float) -> Array:
@@ -47,8 +49,9 @@ def noisy(truth: Array, rng: np.random.Generator, size: float) -> Array:
 
 
 def meta(plan: Plan, *, engine: str = "port", dtype: str = "float32", **more: Any) -> Meta:
-    given = {"fingerprint": "f" * 64, "config_digest": "c" * 64, "environment": LINUX} | more
-    return Meta(plan, engine, "1.0", dtype, weights_dtype="float32", **given)
+    given = {"fingerprint": "f" * 64, "config_digest": "c" * 64, "environment": LINUX}
+    given |= {"weights_dtype": "float32"} | more
+    return Meta(plan, engine, "1.0", dtype, **given)
 
 
 def cache_names() -> list[str]:
@@ -63,10 +66,15 @@ def make_case(
     seed: int = 0,
     noise: float | None = None,
     kv: tuple[int, int] = (HEADS, DIM),
+    tokens: list[int] | None = None,
 ) -> Case:
     """The oracle's side; `kv` are K and D."""
     size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
-    return _case(plans(n, prompt), range(n), **given, dtype=dtype, seed=seed, size=size)
+    judged = plans(n, prompt) if tokens is None else judged_plans(tokens, prompt=prompt)
+    case = _case(judged, range(n), **given, dtype=dtype, seed=seed, size=size)
+    if tokens is None:
+        return case
+    return replace(case, manifest=replace(case.manifest, tokens=tokens, texts=[]))
 
 
 def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
@@ -96,9 +104,11 @@ def _case(
         "positions": np.array(kept, np.int32),
     }
     arrays |= {name: rng.standard_normal((kv[0], n, kv[1])) for name in cache_names()}
-    truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
+    truth = Trace(
+        meta(judged["full"], engine="truth", dtype="float64", weights_dtype=dtype), arrays
+    )
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
-    members = [m for m in members if m.startswith("sdpa")] if probe else members
+    members = [m for m in members if not m.startswith("eager")] if probe else members
     kinds = ["sdpa"] if probe else ["eager", "sdpa"]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
     caches = {
@@ -107,7 +117,7 @@ def _case(
     names = ("full", "step", "chunked")
     references = {
         name: Trace(
-            meta(judged[name], engine="transformers", dtype=dtype),
+            meta(judged[name], engine="transformers", dtype=dtype, weights_dtype=dtype),
             {"logits": runs[f"sdpa-{name}"], "positions": arrays["positions"]}
             | caches[f"sdpa-{name}"],
         )
@@ -128,11 +138,16 @@ def _case(
         tokens=list(probe_tokens(VOCAB, n)) if probe else [t % VOCAB for t in range(3, 3 + n)],
         texts=[] if probe else texts(n),
         plans={name: plan.digest for name, plan in judged.items()},
-        files={},
-        proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-8},
+        files=dict.fromkeys(_files(judged), "0" * 64),
+        proofs={
+            "truth_agreement": 1.1e-13,
+            "transformers_double": 5.5e-16,
+            "truth_max": float(np.abs(arrays["logits"]).max()),
+            "float32_parts": 5.5e-8,
+        },
         generated=[],
-        pool=[],
-        pool_distinct=0,
+        pool=members,
+        pool_distinct=len(members) - 1,
         left_out={},
         ignored_keys=[],
         packed="",
@@ -140,7 +155,13 @@ def _case(
         inputs="i" * 64,
         probe=probe,
     )
-    return Case(manifest, truth, references, Pool(members, kinds, len(members)), floors)
+    return Case(manifest, truth, references, Pool(members, kinds, len(members) - 1), floors)
+
+
+def _files(judged: Mapping[str, Plan]) -> list[str]:
+    kept = [f"reference-{name}" for name in judged if name in ("full", "step", "chunked")]
+    tensors = [f"{name}.safetensors" for name in ("truth", "floors", *kept)]
+    return [*tensors, *(f"plans/{name}.json" for name in judged)]
 
 
 def _raw_floors(
@@ -181,7 +202,11 @@ def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> 
     """
     rng, dtype, about = np.random.default_rng(seed), case.manifest.dtype, case.manifest
     size, runs = NOISE[dtype] if size is None else size, {}
-    judged = probe_plans(about.tokens) if about.probe else plans(case.length, about.prompt_tokens)
+    judged = (
+        probe_plans(about.tokens)
+        if about.probe
+        else judged_plans(about.tokens, prompt=about.prompt_tokens)
+    )
     for name, plan in judged.items():
         first = about.prompt_tokens - 1 if name == "prefixes" else 0
         arrays: dict[str, Array] = {

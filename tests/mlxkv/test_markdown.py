@@ -42,7 +42,7 @@ MANIFEST = Manifest(
     texts=["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, 24))],
     plans={"full": "a" * 8, "step": "b" * 8, "prefixes": "c" * 8, "chunked": "d" * 8},
     files={},
-    proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.4e-8},
+    proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.4e-16},
     generated=[7042, 30, 198],
     pool=[],
     pool_distinct=0,
@@ -416,16 +416,16 @@ Against the float64 truth, over all rows of each plan: what other tools look at.
 
 ## Inputs
 
-|                     |                                                              |
-| ------------------- | ------------------------------------------------------------ |
-| model               | `default`                                                    |
-| weights fingerprint | `f0f0f0f0`                                                   |
-| config digest       | `c0c0c0c0`                                                   |
-| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-8 |
-| plan chunked        | `dddddddd`                                                   |
-| plan full           | `aaaaaaaa`                                                   |
-| plan prefixes       | `cccccccc`                                                   |
-| plan step           | `bbbbbbbb`                                                   |
+|                     |                                                               |
+| ------------------- | ------------------------------------------------------------- |
+| model               | `default`                                                     |
+| weights fingerprint | `f0f0f0f0`                                                    |
+| config digest       | `c0c0c0c0`                                                    |
+| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-16 |
+| plan chunked        | `dddddddd`                                                    |
+| plan full           | `aaaaaaaa`                                                    |
+| plan prefixes       | `cccccccc`                                                    |
+| plan step           | `bbbbbbbb`                                                    |
 
 ## Reproduce
 

@@ -34,7 +34,9 @@ from synthetic import (
 from mlxkv.judge.assign import assign
 from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.limits import SIGMA_LEAST
+from mlxkv.judge.notes import notes
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
+from mlxkv.judge.sequence import Judged, sequence
 from mlxkv.judge.verdict import judge
 from mlxkv.report import phrases
 from oracle.formats.errors import Refusal
@@ -126,7 +128,7 @@ def test_a_correct_engine_agrees_in_every_scope_and_every_gate_is_shown() -> Non
     assert [g.name for g in verdict.worst] == ALL_GATES
     assert all(g.ran and not g.failed for g in verdict.gates)
     assert all(0.9 < g.value < 1.1 for g in verdict.gates if g.name == "sigma")
-    assert [c.passed for c in verdict.controls] == [True, True, True]
+    assert [c.passed for c in verdict.controls] == [True] * 5
     assert [f.top1_equal for f in verdict.figures] == [24, 24, 20, 24, 24]
 
 
@@ -492,6 +494,8 @@ def bad_member(scale: float) -> Case:
         shift,
         np.abs(centred).max(1),
     )
+    apart = CASE.references["full"].logits.astype(np.float64) - step.logits
+    floors["cached"][1] = np.sqrt((apart**2).mean(1))
     return replace(CASE, references=dict(CASE.references) | {"step": step}, floors=floors)
 
 
@@ -500,7 +504,7 @@ def test_a_pool_whose_member_does_not_agree_with_the_others_tells_nothing() -> N
     assert "sigma" in failed(verdict)
     assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
         "cannot tell",
-        [False, True, True],
+        [False, True, True, True, False],
     )
     assert verdict.reasons[0].startswith("control 'sdpa-step, held out': sigma is 2")
     algebra = EXACT | {"full": changed(EXACT["full"], "logits", lambda a: a + 1e-6)}
@@ -512,7 +516,7 @@ def test_floors_that_are_not_those_of_the_reference_tell_nothing() -> None:
     verdict = judge(replace(CASE, floors=floors), RUNS)
     assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
         "cannot tell",
-        [True, True, False],
+        [True, True, False, True, True],
     )
 
 
@@ -521,7 +525,7 @@ def test_floors_that_would_let_a_scale_of_1_001_pass_tell_nothing() -> None:
     verdict = judge(case, make_candidates(case, size=2e-3))
     assert (verdict.outcome, [c.passed for c in verdict.controls]) == (
         "cannot tell",
-        [True, False, True],
+        [True, False, True, True, False],
     )
 
 
@@ -530,7 +534,7 @@ def test_a_floor_above_1e_4_of_the_largest_logit_tells_nothing() -> None:
     verdict = judge(case, make_candidates(case, size=5e-3))
     assert verdict.outcome == "cannot tell"
     assert verdict.reasons[0].startswith(
-        "noise floor: 0.00016 of max |truth|, expected at most 0.0001 in float32"
+        "noise floor: 0.00017 of max |truth|, expected at most 0.0001 in float32"
     )
 
 
@@ -548,7 +552,23 @@ def test_an_oracle_folder_that_cannot_serve_tells_nothing() -> None:
     verdict = judge(replace(CASE, pool=Pool([], CASE.pool.kinds, 0)), RUNS)
     assert (verdict.outcome, verdict.gates, verdict.scopes) == ("cannot tell", (), ())
     assert verdict.reasons[0].startswith(
-        "floors.safetensors: kinds are eager, sdpa, expected those of"
+        "floors.safetensors: members are none, expected eager-full, eager-step, "
+    )
+
+
+def of_two_members() -> Case:
+    """The pool's runs are all bitwise equal to the full one or to the step."""
+    members, errors = CASE.pool.members, {}
+    for name, array in CASE.floors.items():
+        same = [3 if "step" in member else 2 for member in members[:-1]] + [5]
+        errors[name] = array[[1, 1]] if name == "cached" else array[same]
+    chunked = replace(CASE.references["chunked"], arrays=dict(CASE.references["full"].arrays))
+    return replace(
+        CASE,
+        manifest=replace(CASE.manifest, pool_distinct=2),
+        references=dict(CASE.references) | {"chunked": chunked},
+        pool=Pool(members, CASE.pool.kinds, 2),
+        floors=errors,
     )
 
 
@@ -575,7 +595,7 @@ NOTES: dict[str, tuple[Case, Mapping[str, Trace], str]] = {
         "limits not calibrated on this device (macos gpu)",
     ),
     "alike members": (
-        replace(CASE, pool=Pool(CASE.pool.members, CASE.pool.kinds, 2)),
+        of_two_members(),
         RUNS,
         "the pool has 2 bitwise distinct members, usually 3 or more",
     ),
@@ -667,8 +687,10 @@ def test_sigma_is_the_same_when_truth_noise_and_run_are_scaled_together(
         name: a * factor if name in ("rms", "peak", "shift", "cached") else a
         for name, a in CASE.floors.items()
     }
+    most = factor * CASE.manifest.proofs["truth_max"]
     case = replace(
         CASE,
+        manifest=replace(CASE.manifest, proofs=CASE.manifest.proofs | {"truth_max": most}),
         truth=scaled(CASE.truth),
         references={n: scaled(t) for n, t in CASE.references.items()},
         floors=floors,
@@ -727,10 +749,12 @@ def test_the_probes_gates_join_under_their_own_plan_names() -> None:
     verdict = judge(CASE, RUNS, algebra=EXACT, probe=PROBE)
     assert (verdict.outcome, verdict.reasons, verdict.notes) == ("agree", (), ())
     assert verdict.plans == (*RUNS, "probe full", "probe chunked")
-    assert [c.name for c in verdict.controls[3:]] == [
+    assert [c.name for c in verdict.controls[5:]] == [
         "probe sdpa-chunked, held out",
         "probe sdpa-chunked times 1.001",
-        "probe stored errors of sdpa-chunked",
+        "probe stored errors of the kept runs",
+        "probe sequential-full beside them",
+        "probe noise of the pool",
     ]
     ran = {(g.name, g.plan) for g in verdict.gates if g.plan.startswith("probe")}
     assert {("sigma", "probe full"), ("sigma", "probe chunked")} < ran
@@ -802,7 +826,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": np.ones((2, PROBE.case.length))},
             ),
         ),
-        "probe: floors.safetensors: rms has shape [2, 300], expected [2, ",
+        "probe: floors.safetensors: rms has shape [2, 300], expected [3, 57]",
     ),
     "floors of another size": (
         replace(
@@ -812,7 +836,7 @@ UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
                 floors=dict(PROBE.case.floors) | {"rms": PROBE.case.floors["rms"] * 1.01},
             ),
         ),
-        "probe: control 'stored errors of sdpa-chunked'",
+        "probe: control 'stored rms of sdpa-",
     ),
     "fewer rows than its plan keeps": (
         probed(lambda t: rows(t, list(range(len(t.positions) - 1)))),
@@ -966,14 +990,17 @@ def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
 
 
 def test_equal_tokens_leave_masks_to_the_probe() -> None:
+    main = sequence(CASE, RUNS, {}, {})
+    assert isinstance(main, Judged)
     equal = replace(CASE, manifest=replace(CASE.manifest, tokens=[7] * N))
-    assert judge(equal, RUNS).notes == (
+    main = replace(main, yardstick=replace(main.yardstick, case=equal))
+    assert notes(main, "agree", probed=False) == [
         "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
-    )
-    assert judge(equal, RUNS, probe=PROBE).notes == (
+    ]
+    assert notes(main, "agree", probed=True) == [
         "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
         "ones",
-    )
+    ]
 
 
 def again(**changes: Callable[[Array], Array]) -> dict[str, Trace]:

@@ -47,9 +47,14 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
         yield runs
 
 
-def judged(runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = ()) -> Compared:
-    """The verdict on what was run; `notes` are said beside the judge's own."""
-    case, suspects, ours = runs.case, Suspects(runs), runs.assigned
+def judged(
+    runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = (), unseen: bool = True
+) -> Compared:
+    """The verdict on what was run; `notes` are said beside the judge's own.
+
+    `unseen`: whether to say which usual mistakes an agreement could not show.
+    """
+    case, suspects, ours = runs.case, Suspects(runs, unseen=unseen), runs.assigned
     verdict = suspects.explain(ours.judge(), ours.candidates)
     verdict = replace(verdict, notes=(*notes, *verdict.notes))
     beside = _third(runs, third)
