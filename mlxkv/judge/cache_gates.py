@@ -35,7 +35,7 @@ def cache_gates(
     `others` are all gates on logits and that of cached against uncached. Each of them must have
     run and passed, or no other layout is looked for.
     """
-    case, largest, sound = yardstick.case, yardstick.cache_largest, _sound(others)
+    case, largest, sound = yardstick.case, yardstick.cache_largest, _passed(others)
     why, odd = _unread(yardstick, cached, sound=sound)
     if cached is None or largest is None or why is not None:
         gates = [gate for kind in KINDS for gate in _left_out(case, kind, f"not run: {why}")]
@@ -69,7 +69,7 @@ def algebra_cache_gates(
     ran = any(gate.ran and gate.plan == case.cached for gate in others)
     if cached is None or not ran or layers(cached) == 0:
         return [], []
-    sound = all(gate.ran and not gate.failed for gate in others)
+    sound = _passed(others)
     odd = cache_reasons(cached, case.truth)
     if (odd and not (sound and _shaped(case, cached))) or largest is None:
         why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
@@ -113,10 +113,9 @@ def _kind_gates(
     return _ratios_of(case, kind, rms / floor), [note]
 
 
-def _sound(gates: Sequence[Gate]) -> bool:
-    """Whether each gate ran and passed, that of cached against uncached among them."""
-    cached = any(gate.name == GateName.CACHED for gate in gates)
-    return cached and all(gate.ran and not gate.failed for gate in gates)
+def _passed(gates: Sequence[Gate]) -> bool:
+    """Whether each gate ran and passed."""
+    return all(gate.ran and not gate.failed for gate in gates)
 
 
 def _shaped(case: Case, cached: Trace) -> bool:
