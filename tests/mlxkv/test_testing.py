@@ -146,13 +146,72 @@ def test_a_wrong_trace_fails(answer: Path, traces: dict[str, trace.Trace]) -> No
     assert failing({"full": one}, answer).splitlines()[-1] == "cannot tell"
 
 
+def probed(answer: Path, model: Llama) -> dict[str, trace.Trace]:
+    """The port's traces of the probe's plans, as a mapping may name them."""
+    inside = answer / "probe"
+    plans = run_folder.read_plans(inside, run_folder.read_manifest(inside))
+    return {f"probe {name}": port.run(model, plan) for name, plan in plans.items()}
+
+
+def test_the_probe_is_run_unless_it_is_left_out(
+    answer: Path, own: own_llama.OwnLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Right up to the sequence's last position, wrong after it.
+    attention = own_llama.OwnLlama.attention
+
+    def late(self: own_llama.OwnLlama, name: str, x: mx.array, cache: Any) -> mx.array:
+        turned = attention(self, name, x, cache)
+        far = cache.offset - x.shape[1] + mx.arange(x.shape[1]) >= len(models.SEQUENCE)
+        return mx.where(far[None, :, None], 1.01 * turned, turned)
+
+    assert_agrees(own, answer)
+    monkeypatch.setattr(own_llama.OwnLlama, "attention", late)
+    last = failing(own, answer).splitlines()[-1]
+    assert last.startswith("OwnLlama: differ (logits, cache): ")
+    assert f"first wrong position {len(models.SEQUENCE)} (plan probe full, " in last
+    assert_agrees(own, answer, quick=True)
+    assert_agrees(own, answer, plans=["full", "step"])
+
+
+def test_traces_of_the_probe_are_judged_by_it(
+    answer: Path, model_of: Callable[..., Llama], traces: dict[str, trace.Trace]
+) -> None:
+    more = probed(answer, model_of())
+    assert_agrees(traces | more, answer)
+    name, one = next(iter(more.items()))
+    bad = replace(one, arrays=dict(one.arrays) | {"logits": one.logits * 1.001})
+    assert f"({name.replace('probe ', 'plan probe ')}, sigma)" in failing(
+        traces | {name: bad}, answer
+    )
+    assert_agrees(traces | {name: bad}, answer, quick=True)
+    # Alone it is known by its plan; but with no run of the sequence nothing was compared.
+    assert failing(one, answer).splitlines()[-1] == "none: cannot tell"
+
+
+def test_a_model_that_changes_from_call_to_call_fails_unless_it_says_so(
+    answer: Path, own: own_llama.OwnLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, calls = own_llama.OwnLlama.__call__, []
+
+    def unsteady(self: own_llama.OwnLlama, tokens: mx.array, cache: Any) -> mx.array:
+        calls.append(tokens)
+        logits = head(self, tokens, cache)
+        return logits * (1 + 1e-7 * (len(calls) % 2))
+
+    monkeypatch.setattr(own_llama.OwnLlama, "__call__", unsteady)
+    assert "; gates: repeat" in failing(own, answer).splitlines()[-1]
+    own.deterministic = False
+    assert_agrees(own, answer)
+
+
 def test_nothing_to_judge_is_refused_and_no_pass(
     answer: Path, traces: dict[str, trace.Trace], own: own_llama.OwnLlama
 ) -> None:
     for model in (own, traces):
         for plans in ([], ["stpe"]):
             with pytest.raises(
-                Refusal, match=r"plans: (none|stpe), expected some of chunked, full, mixed, prefixes, step"
+                Refusal,
+                match=r"plans: (none|stpe), expected some of chunked, full, mixed, prefixes, step",
             ):
                 assert_agrees(model, answer, plans=plans)
     with pytest.raises(Refusal, match=r"traces: none of plan full, expected one"):
