@@ -238,7 +238,7 @@ def test_a_row_that_is_other_in_one_call_of_five_is_found(
         tmp_path,
         (HEAD, HEAD.replace("return", "logits =") + FLICKERS.rstrip()),
         ("    return OwnLlama(", f"{says}    return OwnLlama("),
-        ("import json\n", "import json\nfrom random import Random\nCHANCE = Random(0)\n"),
+        ("import json\n", "import json\nfrom random import Random\nCHANCE = Random(1)\n"),
     )
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
