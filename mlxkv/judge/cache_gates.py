@@ -25,6 +25,7 @@ _OF_KIND: dict[Kind, tuple[GateName, GateName, GateName]] = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
     "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
 }
+_LIMITS = limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def cache_gates(

@@ -79,7 +79,9 @@ def test_the_proofs_and_the_floor_are_read_too() -> None:
         "proof truth_agreement",
         "proof transformers_double",
         "noise floor over max |truth|",
-        "control: stored errors of sdpa-step",
+        "control: stored errors of the kept runs",
+        "control: sequential-full beside them",
+        "control: noise of the pool",
     ]
     assert of(ORACLE, "proof transformers_double") == [
         Reading(ORACLE, "proof transformers_double", "-", 5.5e-16, 1e-10)
