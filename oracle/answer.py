@@ -18,6 +18,7 @@ from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Progress, silent
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -30,12 +31,6 @@ from oracle.truth import record
 from oracle.truth.config import Config
 from oracle.truth.weights import Weights
 
-# The truth's proofs, and what chose their limits. `truth_agreement`: step, chunked and full agree.
-# A correct truth reads 1e-14; any wrong mask, position or cache row makes it 1e-5 or more.
-# `transformers_double`: the distance from transformers' .double(). A correct truth reads 5e-8 to
-# 1e-7 on text and up to 5.1e-7 on random or repeated ids, where one early position dominates; an
-# eps of 1.1e-5 instead of 1e-5 makes it 7e-6 or more on all of them.
-PROOF_LIMITS = {"truth_agreement": 1e-10, "transformers_double": 1e-6}
 PROOF_POSITIONS = 32
 
 
@@ -43,9 +38,11 @@ PROOF_POSITIONS = 32
 class _Pool:
     """What transformers computed: the greedy tokens, the judged plans and each member's trace.
 
-    `double` (n, V) are the first positions' logits in float64. `left_out` says of a kind of
-    attention how far it is from the class's own in float64, if that is too far. `environment` is
-    what the numbers depend on.
+    `double` (n, V) are the first positions' logits in float64. `parts` is the rms of what they
+    change by if all is float64 but what transformers computes in float32 whatever its weights are.
+    `widest` is the longest row that the sequential member added up.
+    `left_out` says of a kind of attention how far it is from the class's own in float64, if that is
+    too far. `environment` is what the numbers depend on.
     """
 
     generated: list[int]
@@ -53,6 +50,8 @@ class _Pool:
     kinds: tuple[str, ...]
     members: dict[str, Trace]
     double: Array
+    parts: float
+    widest: int
     left_out: dict[str, float]
     environment: dict[str, Any]
 
@@ -68,11 +67,15 @@ def write(
         disk.write_text(folder / "plans" / f"{name}.json", text)
     measure, proofs = _measure(question, folder, pool, progress)
     progress("measuring the pool", 0, 1)
-    measured = errors.write(folder / FLOORS, measure, pool.members, kinds=pool.kinds)
+    measured = errors.write(
+        folder / FLOORS, measure, pool.members, kinds=pool.kinds, widest=pool.widest
+    )
     step, full = (pool.members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
     proofs["reference_step_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
     )
+    most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
+    proofs["float32_parts"] = pool.parts / most
     for path in list(folder.glob("pool-*")):
         if not keep_pool or path.name.split("-")[1] in pool.left_out:
             path.unlink()
@@ -98,11 +101,14 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
         trace.write(path, made.meta, made.arrays)
         members[name] = trace.read(path)
     progress("transformers in float64", 0, 1)
-    double, apart = _doubles(question, model, _proof_tokens(question, generated))
+    tokens = _proof_tokens(question, generated)
+    double, apart = _doubles(question, model, tokens)
     kinds = tuple(kind for kind in model.kinds if kind not in apart)
-    members = {name: made for name, made in members.items() if name.split("-")[0] in kinds}
+    parts = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False) - double
+    members = {name: made for name, made in members.items() if name.split("-")[0] not in apart}
     environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
-    return _Pool(generated, plans, kinds, members, double, apart, environment)
+    rms = float(np.sqrt(np.mean(parts * parts)))
+    return _Pool(generated, plans, kinds, members, double, rms, model.widest, apart, environment)
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:
@@ -197,6 +203,7 @@ def _manifest(
         prompt=question.prompt,
         prompt_tokens=question.prompt_tokens,
         tokens=sequence,
+        original=config.original,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},

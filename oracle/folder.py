@@ -17,18 +17,18 @@ from typing import Unpack
 
 import numpy as np
 
+from oracle.formats import contents, noise, trace
 from oracle.formats import plan as plans
-from oracle.formats import trace
+from oracle.formats import proofs as proved
 from oracle.formats.disk import own_folder, writing
 from oracle.formats.errors import Refusal, install
-from oracle.formats.plan import Call, Plan, judged_plans
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
     FLOORS,
     MEAN,
     TRUTH,
     Manifest,
-    read_floors,
+    ordinary,
     read_manifest,
     read_plans,
     write_manifest,
@@ -39,16 +39,12 @@ from oracle.question import Asked, ask, check_range, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
 _OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
-_DOUBLE = "transformers' .double() is within"
+_DOUBLE = "transformers in float64 is within"
 _PROOFS = {
-    TRUTH: {
-        "truth_agreement": "step, chunked and full agree to",
-        "transformers_double": _DOUBLE,
-    },
-    MEAN: {
-        "members_apart": "no run of the pool is from its mean by more than",
-        "mean_double": _DOUBLE,
-    },
+    "truth_agreement": "step, chunked and full agree to",
+    "transformers_double": _DOUBLE,
+    "members_apart": "no run of the pool is from its mean by more than",
+    "mean_double": _DOUBLE,
 }
 
 
@@ -120,27 +116,49 @@ def follow(
 
 
 def check(folder: Path | str) -> Manifest:
-    """The manifest, once every file is found whole, finite and true to it, and both proofs hold."""
+    """The manifest, once every file is found whole, finite and true to it, and both proofs hold.
+
+    The probe inside the folder is held to the same.
+    """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    found = _check_plans(folder, manifest)
-    references = [f"reference-{name}.safetensors" for name in found if name != "prefixes"]
-    for name in (manifest.measure, FLOORS, *references):
-        if name not in manifest.files:
-            what = f"no {name} in manifest.json, expected one"
-            raise Refusal(what, where=folder, remedy="copy or make the folder again")
-    for name in sorted(manifest.files):
-        if name.endswith(".safetensors") and name != FLOORS:
-            plan = "full" if name == manifest.measure else Path(name).stem.split("-")[-1]
-            _check_trace(folder / name, manifest, found[plan])
-    _check_floors(folder / FLOORS, manifest)
-    for name in _PROOFS[manifest.measure]:
-        value, limit = _proof(manifest, name)
-        if not value <= limit:
-            what = f"{name} is {value:.3g}, expected at most {limit:g}"
-            remedy = f"nothing can be judged by this {'truth' if manifest.has_truth else 'mean'}"
-            raise Refusal(what, where=folder, remedy=remedy)
-    return manifest
+    found = contents.read(folder)
+    _check(folder, found)
+    probe = contents.read_probe(folder, found.manifest)
+    if probe is not None:
+        _check(folder / contents.PROBE, probe)
+    return found.manifest
+
+
+def _check(folder: Path, found: contents.Contents) -> None:
+    read_plans(folder, found.manifest)
+    for name in sorted(found.manifest.files):
+        if name.startswith(("reference-", "pool-")) or name == found.manifest.measure:
+            errors.require_finite(trace.read(folder / name))
+    for name, value, limit in proved.failed(found.manifest):
+        what = f"proof {name} is {value}, expected at most {limit:g}"
+        remedy = f"nothing can be judged by this {'truth' if found.manifest.has_truth else 'mean'}"
+        raise Refusal(what, where=folder, remedy=remedy)
+    _check_noise(folder, found)
+
+
+def _check_noise(folder: Path, found: contents.Contents) -> None:
+    """Refuses stored errors that are not those of the runs that are here."""
+    manifest, measure, runs = found.manifest, found.measure, found.references
+    kind, cached = found.pool.kinds[-1], "chunked" if manifest.probe else "step"
+    again = {f"{kind}-{plan}": errors.of_member(run, measure) for plan, run in runs.items()}
+    again[f"{kind}-{cached}"]["cached"] = errors.cached(runs[cached], runs["full"])
+    largest = max(np.abs(measure.logits[rows]).max() for rows in errors.blocks(measure.logits))
+    for each in noise.checks(
+        manifest,
+        found.pool,
+        found.floors,
+        again,
+        largest=float(largest),
+        positions=measure.positions,
+    ):
+        if not each.passed:
+            what = f"{each.name}: {each.quantity} is {each.value:.3g}"
+            raise _made_wrong(folder / FLOORS, f"{what}, expected at most {each.limit:g}")
 
 
 def show(folder: Path | str) -> str:
@@ -185,77 +203,25 @@ def _without_truth(m: Manifest) -> list[str]:
     """The line that says which runs of transformers are the measure, if it is not the truth."""
     if m.has_truth:
         return []
-    runs = f"transformers' {', '.join(m.pool)} ({m.pool_distinct} of them bitwise distinct)"
+    runs = (
+        f"transformers' {', '.join(ordinary(m.pool))} ({m.pool_distinct} of them bitwise distinct)"
+    )
     return [f"measure      the mean of {runs}: there is no truth for this architecture"]
 
 
 def proofs(manifest: Manifest) -> list[str]:
     """The two proofs of the truth, or of the mean in its place, one line each."""
     lines, most = [], "max |T|" if manifest.has_truth else "max |mean|"
-    for name, words in _PROOFS[manifest.measure].items():
-        value, limit = _proof(manifest, name)
-        holds = "holds" if value <= limit else "FAILS"
-        lines.append(f"{words} {value:.1e} of {most} (limit {limit:.0e}): {holds}")
+    odd = {name for name, _, _ in proved.failed(manifest)}
+    for name, limit in proved.limits_of(manifest).items():
+        value = manifest.proofs.get(name, float("nan"))
+        holds = "FAILS" if name in odd else "holds"
+        lines.append(f"{_PROOFS[name]} {value:.1e} of {most} (limit {limit:.0e}): {holds}")
     return lines
-
-
-def _proof(manifest: Manifest, name: str) -> tuple[float, float]:
-    """A proof's measured value and its limit; one that is not there is not a pass."""
-    value, limit = manifest.proofs.get(name), manifest.proofs.get(f"{name}_limit")
-    if not isinstance(value, float) or not isinstance(limit, float):
-        what = f"proof {name} is {value!r} with limit {limit!r}, expected two numbers"
-        raise _made_wrong("manifest.json", what)
-    return value, limit
 
 
 def _made_wrong(where: object, what: str) -> Refusal:
     return Refusal(what, where=where, remedy="make the folder again")
-
-
-def _check_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
-    found = read_plans(folder, manifest)
-    full = found["full"].steps[-1] if "full" in found else None
-    whole = isinstance(full, Call) and list(full.tokens) == manifest.tokens
-    wanted = set(judged_plans(manifest.tokens, prompt=manifest.prompt_tokens)) - {"chunked"}
-    if not whole or not wanted <= set(found):
-        n = len(manifest.tokens)
-        what = f"plans {', '.join(found)} are not those of the manifest's {n} tokens"
-        raise _made_wrong(folder, what)
-    return found
-
-
-def _check_trace(path: Path, manifest: Manifest, plan: Plan) -> None:
-    made = trace.read(path)
-    strict, meta = path.name == manifest.measure, made.meta
-    expected = {
-        "plan digest": (meta.plan.digest, plan.digest),
-        "fingerprint": (meta.fingerprint, manifest.fingerprint),
-        "config digest": (meta.config_digest, manifest.config_digest),
-        "dtype": (meta.dtype, "float64" if strict else manifest.dtype),
-        "weights dtype": (meta.weights_dtype, manifest.dtype),
-        "logits' dtype": (made.logits.dtype.name, "float64" if strict else "float32"),
-        "positions": (made.positions.tolist(), list(range(len(manifest.tokens)))),
-    }
-    for key, (value, wanted) in expected.items():
-        if value != wanted:
-            what = f"{key} is {str(value)[:40]}, expected {str(wanted)[:40]}"
-            raise _made_wrong(path, what)
-    errors.require_finite(made)
-
-
-def _check_floors(path: Path, manifest: Manifest) -> None:
-    pool, arrays = read_floors(path)
-    if (pool.members, pool.distinct) != (manifest.pool, manifest.pool_distinct):
-        what = f"members are {', '.join(pool.members)} ({pool.distinct} distinct)"
-        expected = f"{', '.join(manifest.pool)} ({manifest.pool_distinct}) as in the manifest"
-        raise _made_wrong(path, f"{what}, expected {expected}")
-    n, members = len(manifest.tokens), len(pool.members)
-    wanted = dict.fromkeys(("rms", "shift", "peak", "keys", "values"), members)
-    for name, rows in (wanted | {"cached": len(pool.kinds)}).items():
-        shape = arrays[name].shape if name in arrays else ()
-        if not shape or (shape[0], shape[-1]) != (rows, n) or not np.isfinite(arrays[name]).all():
-            expected = f"expected {rows} by {n} finite numbers"
-            raise _made_wrong(path, f"{name} has shape {list(shape)}, {expected}")
 
 
 def require(*packages: str) -> None:

@@ -79,7 +79,12 @@ class Question(Inputs):
     def plans(self, generated: Sequence[int]) -> dict[str, Plan]:
         """The judged plans, once the greedy tokens are known."""
         chunks = None if self.chunks is None else list(self.chunks)
-        return judged_plans(self.sequence(generated), prompt=self.prompt_tokens, chunks=chunks)
+        return judged_plans(
+            self.sequence(generated),
+            prompt=self.prompt_tokens,
+            chunks=chunks,
+            original=self.config.original,
+        )
 
     def check(self) -> None:
         """Refuses what the model has no place for, and a dtype that cannot hold its weights."""
@@ -121,6 +126,7 @@ class Question(Inputs):
 
         By steps is the prompt, then singles. In chunks is the prompt in chunks, then the rest as
         one more, which the chunked plan does not have: many queries over a long history.
+        The mixed plan as it is.
         """
         n, p = self.length, self.prompt_tokens
         chunks = [p]
@@ -129,6 +135,8 @@ class Question(Inputs):
             chunks = sizes[: len(sizes) - (n - p)]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
         ways["chunked"] = [size for size in ways["chunked"] if size]
+        if "mixed" in plans:
+            ways["mixed"] = [call.fed for call in plans["mixed"].calls()]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
     def estimate(self) -> str:

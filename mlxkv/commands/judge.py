@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxkv.judge.admission import by_plan
-from mlxkv.judge.case import read_case
-from mlxkv.judge.verdict import judge
+from mlxkv.judge.assign import assign
+from mlxkv.judge.case import read_case, read_probe
 from mlxkv.report import page, terminal
 from mlxkv.report.phrases import oracle_side, side
 from mlxkv.report.publish import Report
@@ -16,10 +15,14 @@ from oracle.formats import trace
 
 
 def report(folder: Path, candidates: Sequence[Path], *, out: Path, command: str) -> Report:
-    """Judges traces by an oracle's folder; the report has no plot, which only a run has."""
+    """Judges traces by an oracle's folder; the report has no plot, which only a run has.
+
+    Those of the probe's plans are judged by the folder's probe, and those that say that they are a
+    repeat against the first of their plan.
+    """
     traces = [trace.read(path) for path in candidates]
     case, meta = read_case(folder), traces[0].meta
-    verdict = judge(case, by_plan(case.manifest, traces))
+    verdict = assign(case, traces, probe=read_probe(folder)).judge()
     sides = (side(meta), oracle_side(case.manifest))
     environments = {meta.engine: meta.environment, "oracle": case.manifest.surroundings}
     value = pretty(page.to_json(verdict, case.manifest, environments))

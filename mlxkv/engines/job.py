@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    `threads` are those of the BLAS, None for one per core. `caches` says by a plan's name which
+    Those named in `repeat` are followed once more after all, with a trace of their own. `threads` are those of the BLAS, None for one per core. `caches` says by a plan's name which
     other cache it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has
     its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
     `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
@@ -50,9 +50,14 @@ class Job:
     truth: str | None = None
     ignore_keys: tuple[str, ...] = ()
     custom: str = ""
+    repeat: tuple[str, ...] = ()
 
     def trace(self, plan: Plan) -> Path:
         return self.out / f"{plan.name}.safetensors"
+
+    def repeated(self, plan: Plan) -> Path:
+        """Where the trace goes of the second time that a plan was followed."""
+        return self.out / f"{plan.name}-repeated.safetensors"
 
     def isolated(self, plan: Plan) -> Path:
         """Where the trace goes of the layers fed the truth's input."""

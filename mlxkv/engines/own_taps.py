@@ -9,7 +9,7 @@ Axes as in `mlxkv.port.llama`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.own import OwnRunner
 from mlxkv.engines.progress import bar
 from mlxkv.engines.recorder import Recorder
-from mlxkv.engines.runner import Array, blamed_on
+from mlxkv.engines.runner import Array, Batch, blamed_on
 from mlxkv.port.config.llama import LlamaConfig
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -35,6 +35,11 @@ class Shapes:
     """The shapes of a Llama's taps in a call of L tokens, with S in the cache after it."""
 
     config: LlamaConfig
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """K and D."""
+        return self.config.num_key_value_heads, self.config.head_dim
 
     def of(self, name: str, L: int, S: int) -> list[int]:
         c = self.config
@@ -55,22 +60,24 @@ class OwnTapRunner(OwnRunner):
     def __init__(
         self, model: Any, plan: Plan, recorder: Recorder, shapes: Shapes, *, name: str, vocab: int
     ) -> None:
-        super().__init__(model, plan, name=name, vocab=vocab)
+        super().__init__(model, plan, name=name, vocab=vocab, heads=shapes.heads)
         self.recorder, self.shapes = recorder, shapes
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V)."""
-        held = self.held(name)
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(1, len(places), V)"""
+        held, width = self.held(name), len(rows[0])
         self.recorder.begin(held)
-        rows = super().forward(name, tokens, index_pos)
+        logits = super().forward(name, rows, index_pos, places)
         with blamed_on(self.name, CALL):
             found = self.model.taps()
         if not isinstance(found, Mapping):
             what = f"{CALL} gave a {type(found).__name__}, expected a mapping of arrays"
             raise Refusal(what, where=self.name, remedy="see FILE.py in README.md")
         for key, array in _in_order(found, self.name):
-            self._keep(*key, array, L=len(tokens), S=held + len(tokens))
-        return rows
+            self._keep(*key, array, L=width, S=held + width)
+        return logits
 
     def _keep(self, layer: int, tap: str, array: Any, *, L: int, S: int) -> None:
         layers = self.shapes.config.num_hidden_layers
@@ -115,9 +122,9 @@ def follow(job: Job, model: Any, config: LlamaConfig, meta: Meta) -> None:
     with bar(f"taps ({job.dtype})", len(job.plans)) as advance:
         for plan in job.plans:
             recorder, name, vocab = Recorder(plan.longest), meta.engine, config.vocab_size
-            runner = OwnRunner(model, plan, name=name, vocab=vocab)
+            shapes = Shapes(config)
+            runner = OwnRunner(model, plan, name=name, vocab=vocab, heads=shapes.heads)
             if has:
-                shapes = Shapes(config)
                 runner = OwnTapRunner(model, plan, recorder, shapes, name=name, vocab=vocab)
             runner.run()
             made = replace(meta, plan=plan, outcomes=runner.outcomes)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from mlxkv.judge.case import CACHE, ORDER, Case
+from oracle.formats import contents
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan
-from oracle.formats.run_folder import FLOORS, Manifest
+from oracle.formats.plan import WITHOUT_REFERENCE, Plan
+from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
 DTYPES = ("float32", "float16", "bfloat16")
-_AGAIN = "make the folder again"
 
 
 def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
@@ -88,7 +88,7 @@ def engine_reasons(traces: Sequence[Trace]) -> list[str]:
 
 def asked(plan: Plan) -> set[int]:
     """The position of each call's last token, for which every engine can give a row."""
-    return {call.start + len(call.step.tokens) - 1 for call in plan.calls()}
+    return {call.start + call.width - 1 for call in plan.calls()}
 
 
 def layers(trace: Trace) -> int:
@@ -114,31 +114,15 @@ def cache_reasons(trace: Trace, truth: Trace) -> list[str]:
 
 def case_reasons(case: Case) -> list[str]:
     """Why the oracle's side cannot serve as a measure; empty where it can."""
-    dtype, wanted = case.manifest.dtype, [p for p in ORDER if p in case.manifest.plans]
-    reasons = _truth_reasons(case)
-    for name, reference in case.references.items():
-        reasons += trace_reasons(reference, name, case, dtype=dtype)
+    manifest, dtype = case.manifest, case.manifest.dtype
+    reasons = contents.reasons(manifest, case.truth, case.references, case.pool, case.floors)
     reasons += [
         f"oracle folder: no reference-{name}, expected one for each plan"
-        for name in wanted
-        if name != "prefixes" and name not in case.references
+        for name in manifest.plans
+        if name not in WITHOUT_REFERENCE and name not in case.references
     ]
     if dtype not in DTYPES:
         reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    return reasons + _floors_reasons(case)
-
-
-def _truth_reasons(case: Case) -> list[str]:
-    truth, n = case.truth, case.length
-    reasons = trace_reasons(truth, "full", case, dtype="float64")
-    if not reasons and not np.array_equal(truth.positions, np.arange(n)):
-        reasons.append(f"{truth.label}: positions are not 0 to {n - 1} in order; {_AGAIN}")
-    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
-    if any(
-        pair is None or pair[0].shape != pair[1].shape or pair[0].shape[1] != n for pair in pairs
-    ):
-        what = f"keys and values are not those of {n} tokens in every layer"
-        reasons.append(f"{truth.label}: {what}; {_AGAIN}")
     return reasons
 
 
@@ -162,12 +146,15 @@ def _shape_reasons(trace: Trace, case: Case, dtype: str) -> list[str]:
 
 def _position_reasons(trace: Trace, case: Case) -> list[str]:
     held, n, reasons = np.asarray(trace.positions).ravel().tolist(), case.length, []
-    needed = set(case.rows) | asked(trace.meta.plan)
+    needed = _needed(trace.meta.plan, case)
     missing, foreign = sorted(needed - set(held)), sorted(set(held) - set(range(n)))
     twice = sorted(p for p, times in Counter(held).items() if times > 1)
+    failed = _failed_step(trace)
     if missing:
         what = f"no row for position {_some(missing)}, expected {len(needed)} rows"
-        reasons.append(what + _failed_step(trace))
+        reasons.append("; ".join([what, *failed]))
+    else:
+        reasons += failed
     if foreign:
         reasons.append(f"a row for position {_some(foreign)}, expected 0 to {n - 1}")
     if twice:
@@ -176,57 +163,21 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
     return reasons
 
 
-def _failed_step(trace: Trace) -> str:
-    """The first step that failed, for the reason that its rows are missing."""
-    for i, outcome in enumerate(trace.meta.outcomes):
-        if outcome.error is not None:
-            return f"; its step {i} failed: {outcome.error}"
-    return ""
+def _needed(plan: Plan, case: Case) -> set[int]:
+    """The positions of which a run of a plan must have rows: those that the plan names, or else
+    what the tables show and the end of each call.
+    """
+    if isinstance(plan.rows, tuple):
+        return set(plan.rows)
+    return set(range(case.manifest.prompt_tokens - 1, case.length)) | asked(plan)
+
+
+def _failed_step(trace: Trace) -> list[str]:
+    """The first step that failed, if one did: no other may stand for it."""
+    errors = ((i, outcome.error) for i, outcome in enumerate(trace.meta.outcomes))
+    return [f"its step {i} failed: {error}" for i, error in errors if error is not None][:1]
 
 
 def _some(positions: list[int]) -> str:
     head = ", ".join(map(str, positions[:6]))
     return head if len(positions) <= 6 else f"{head} and {len(positions) - 6} more"
-
-
-def _floors_reasons(case: Case) -> list[str]:
-    reasons = _pool_reasons(case)
-    for name, shape in _floor_shapes(case).items():
-        found = list(case.floors[name].shape) if name in case.floors else "none"
-        if found != shape:
-            reasons.append(f"{name} has shape {found}, expected {shape}; {_AGAIN}")
-    reasons += [
-        f"{name} holds a value that is not finite"
-        for name, array in sorted(case.floors.items())
-        if not np.isfinite(array).all()
-    ]
-    return [f"{FLOORS}: {reason}" for reason in reasons]
-
-
-def _pool_reasons(case: Case) -> list[str]:
-    members, kinds = case.pool.members, case.pool.kinds
-    reasons = [
-        f"{', '.join(names)} names one twice, expected each once; {_AGAIN}"
-        for names in (members, kinds)
-        if len(set(names)) < len(names)
-    ]
-    if set(kinds) != {name.split("-")[0] for name in members}:
-        what = f"kinds are {', '.join(kinds) or 'none'}, expected those of {', '.join(members)}"
-        reasons.append(f"{what}; {_AGAIN}")
-    if not kinds or case.held_out not in members or len(members) < 2:
-        wanted = case.held_out if kinds else "runs of transformers"
-        reasons.append(f"members are {', '.join(members) or 'none'}, expected {wanted} and others")
-    if not case.has_truth and case.pool.distinct < 2:
-        what = f"{case.pool.distinct} bitwise distinct members, expected 2 or more"
-        reasons.append(f"{what}, as there is no truth to measure them by")
-    return reasons
-
-
-def _floor_shapes(case: Case) -> dict[str, list[int]]:
-    n, first = case.length, case.truth.kv(CACHE, 0)
-    members, kinds = len(case.pool.members), len(case.pool.kinds)
-    shapes = {name: [members, n] for name in ("rms", "shift", "peak")} | {"cached": [kinds, n]}
-    if first is not None:
-        rows = [members, layers(case.truth), len(first[0]), n]
-        shapes |= {"keys": rows, "values": rows}
-    return shapes

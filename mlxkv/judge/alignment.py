@@ -92,7 +92,7 @@ def _sequence(trace: Trace) -> _Ids:
             remedy = "compare a plan without such a step"
             raise Refusal(f"{what}, the tokens cached", where=trace.label, remedy=remedy)
         # Every cache so far holds a beginning of the one sequence.
-        ids = longest[: call.held] + call.step.tokens + _chosen(trace, call)
+        ids = longest[: call.held] + call.batch[0] + _chosen(trace, call)
         short, long = sorted((longest, ids), key=len)
         if long[: len(short)] != short:
             what = f"its plan {plan.name!r} feeds several sequences, expected one"
@@ -103,7 +103,7 @@ def _sequence(trace: Trace) -> _Ids:
 
 def _chosen(trace: Trace, call: Feed) -> _Ids:
     """The tokens that a greedy step chose and fed: all but its last."""
-    more = call.fed - len(call.step.tokens)
+    more = call.fed - call.width
     outcomes = trace.meta.outcomes[call.index : call.index + 1]
     chosen = tuple(outcomes[0].tokens or ()) if outcomes else ()
     if more and len(chosen) != more + 1:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracle.formats.run_folder import FLOORS, Manifest, Pool, read_floors, read_manifest
+from oracle.formats import contents
+from oracle.formats.contents import PROBE as PROBE
+from oracle.formats.run_folder import Manifest, Pool, read_manifest
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Trace, read
+from oracle.formats.trace import Trace
 
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
-ORDER = ("full", "step", "prefixes", "chunked")
+ORDER = ("full", "step", "prefixes", "chunked", "mixed")
 """The judged plans, in the order in which they are shown."""
 
 
@@ -47,27 +49,50 @@ class Case:
 
     @property
     def held_out(self) -> str:
-        """The member whose logits are kept as reference-step: of the last kind of attention."""
-        return f"{self.pool.kinds[-1]}-step"
+        """The member whose logits are kept as a reference: of the last kind of attention."""
+        return self.kept(self.cached)
+
+    def kept(self, plan: str) -> str:
+        """The member whose run of a plan is kept."""
+        return f"{self.pool.kinds[-1]}-{plan}"
+
+    @property
+    def cached(self) -> str:
+        """The plan whose cache is judged: step, which the probe has not."""
+        return "chunked" if self.manifest.probe else "step"
 
     @property
     def rows(self) -> list[int]:
-        """The positions that the tables show: from the prompt's last token on."""
-        return list(range(self.manifest.prompt_tokens - 1, self.length))
+        """The positions that the tables show: of the truth's from the prompt's last token on."""
+        first = self.manifest.prompt_tokens - 1
+        return [position for position in self.truth.positions.tolist() if position >= first]
 
     def text(self, position: int) -> str | None:
         """The token at a position as text, None where the oracle had no tokenizer."""
         return self.manifest.texts[position] if 0 <= position < len(self.manifest.texts) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The probe: an oracle folder of its own, and the engine's runs of its plans, as in `judge`."""
+
+    case: Case
+    candidates: Mapping[str, Trace]
+    algebra: Mapping[str, Trace]
+
+
 def read_case(folder: Path) -> Case:
-    """The oracle folder, its arrays mapped into memory; a Refusal if one is missing or damaged."""
-    manifest = read_manifest(folder)
-    pool, floors = read_floors(folder / FLOORS)
-    plans = [
-        name.removeprefix("reference-").removesuffix(".safetensors")
-        for name in sorted(manifest.files)
-        if name.startswith("reference-")
-    ]
-    references = {plan: read(folder / f"reference-{plan}.safetensors") for plan in plans}
-    return Case(manifest, read(folder / manifest.measure), references, pool, floors)
+    """The oracle folder, its arrays mapped; a Refusal where a file is missing, damaged or not of
+    the same run as the others.
+    """
+    return _case(contents.read(folder))
+
+
+def read_probe(folder: Path) -> Case | None:
+    """The probe of an oracle folder, None where it was made without one."""
+    found = contents.read_probe(folder, read_manifest(folder))
+    return None if found is None else _case(found)
+
+
+def _case(found: contents.Contents) -> Case:
+    return Case(found.manifest, found.measure, found.references, found.pool, found.floors)

@@ -7,16 +7,21 @@ must differ; the errors that the folder stores of it must be those measured here
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from mlxkv.judge import limits, measure
+from mlxkv.judge.admission import layers
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import held_out, logit_floors
-from mlxkv.judge.gates import Yardstick, logit_gates, sigma_of, within
+from mlxkv.judge.gates import Yardstick, logit_gates, sigma_of
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import Control, Scope
+from oracle.formats import noise, proofs
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +57,54 @@ def trust(yardstick: Yardstick) -> Trust:
 def blind_to(yardstick: Yardstick, factor: float) -> float | None:
     """The sigma of a reference run's logits times `factor`, if no gate would see it; else None."""
     case = yardstick.case
-    scaled = measure.measure(case.references["step"], case.truth, scale=factor)
-    gates = logit_gates(yardstick, "step", scaled)
+    scaled = measure.measure(case.references[case.cached], case.truth, scale=factor)
+    gates = logit_gates(yardstick, case.cached, scaled)
     return None if any(g.failed for g in gates) else sigma_of(gates)
 
 
 def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
     case, name = yardstick.case, yardstick.case.held_out
-    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references["step"]
+    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references[case.cached]
     floors = logit_floors(case, yardstick.truth, without=name)
     member = measure.measure(run, case.truth)
     scaled = measure.measure(run, case.truth, scale=factor)
-    stored, off = f"stored errors of {name}", _stored_apart(yardstick, member)
-    same = logit_gates(yardstick, "step", held_out(member, case), floors=floors)
-    other = logit_gates(yardstick, "step", scaled, floors=floors)
+    same = logit_gates(yardstick, case.cached, held_out(member, case), floors=floors)
+    other = logit_gates(yardstick, case.cached, scaled, floors=floors)
     agrees, differs = not any(g.failed for g in same), any(g.failed for g in other)
     return (
         Control(f"{name}, held out", "agree", agrees, sigma_of(same), limits.SIGMA),
         Control(f"{name} times {factor:g}", "differ", differs, sigma_of(other), limits.SIGMA),
-        Control(stored, "agree", off <= limits.STORED, off, limits.STORED, "floors apart"),
+        *_of_stored_errors(yardstick, member),
     )
 
 
-def _stored_apart(yardstick: Yardstick, member: Measures) -> float:
-    """How far the stored errors of the held-out member are from those measured, in floors."""
-    case, at = yardstick.case, member.positions
-    index = case.pool.members.index(case.held_out)
-    found = {"rms": member.rms, "shift": member.shift, "peak": member.peak}
-    apart = [np.abs(errors - case.floors[name][index][at]) for name, errors in found.items()]
-    return float(np.max(np.stack(apart) / yardstick.floors.rms[at]))
+def _of_stored_errors(yardstick: Yardstick, held: Measures) -> Iterator[Control]:
+    """Whether the folder's errors are those of its runs, and of a pool's size; `held` are those
+    of the member that is held out.
+    """
+    case, truth, again = yardstick.case, yardstick.case.truth, {}
+    for plan, run in case.references.items():
+        measured = held if plan == case.cached else measure.measure(run, truth)
+        again[case.kept(plan)] = _errors(measured, run, case)
+    _, apart = measure.difference(case.references[case.cached], case.references["full"])
+    again[case.held_out]["cached"] = apart
+    for each in noise.checks(
+        case.manifest,
+        case.pool,
+        case.floors,
+        again,
+        largest=float(yardstick.truth.largest.max()),
+        positions=truth.positions,
+    ):
+        yield Control(each.name, "agree", each.passed, each.value, each.limit, each.quantity)
+
+
+def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Array]:
+    errors = {"rms": run.rms, "shift": run.shift, "peak": run.peak}
+    if layers(case.truth) == 0:
+        return errors
+    keys, values = measure.cache_errors(of, case.truth)[0]
+    return errors | {"keys": keys, "values": values}
 
 
 def _reason(control: Control, disputed: bool) -> str:
@@ -93,13 +117,11 @@ def _reason(control: Control, disputed: bool) -> str:
 
 
 def _proofs(case: Case) -> tuple[str, ...]:
-    what, proofs = case.measure_name, case.manifest.proofs
-    most = limits.PROOFS if case.has_truth else limits.MEAN_PROOFS[case.manifest.dtype]
+    what = case.measure_name
     remedy = _DISPUTED if _disputed(case) else f"the {what} cannot be trusted"
     return tuple(
-        f"{what}'s proof {name}: {proofs.get(name)}, expected at most {limit:g}; {remedy}"
-        for name, limit in most.items()
-        if not within(proofs.get(name), limit)
+        f"{what}'s proof {name}: {value}, expected at most {limit:g}; {remedy}"
+        for name, value, limit in proofs.failed(case.manifest)
     )
 
 
@@ -108,14 +130,8 @@ def _disputed(case: Case) -> bool:
 
     A folder made again would say the same.
     """
-    proofs, double = case.manifest.proofs, case.manifest.proofs.get("transformers_double")
-    alone = within(proofs.get("truth_agreement"), limits.PROOFS["truth_agreement"])
-    return (
-        case.has_truth
-        and alone
-        and isinstance(double, int | float)
-        and not within(double, limits.PROOFS["transformers_double"])
-    )
+    failed = {name: value for name, value, _ in proofs.failed(case.manifest)}
+    return list(failed) == ["transformers_double"] and failed["transformers_double"] is not None
 
 
 _DISPUTED = (

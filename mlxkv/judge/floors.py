@@ -16,12 +16,14 @@ sigma of 0.7 to 0.8 against the truth and of 1.0 against the mean; against the m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, Measures, TruthRows, ulp
+from mlxkv.judge.measure import Array, Floats, Measures, TruthRows, ulp
+from oracle.formats.run_folder import SEQUENTIAL, ordinary
 
 NEAR = 8
 """Positions on either side: a window of 17 rows over 5 runs settles an rms to some 10 %."""
@@ -29,7 +31,8 @@ NEAR = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Floors:
-    """Each (n,): of the centred error's rms and peak, of the shift, and of cached against uncached.
+    """For each row of the truth: of the centred error's rms and peak, of the shift, and of cached
+    against uncached.
 
     `pool` is the rms floor before an ulp bounds it from below: what the members really read.
     """
@@ -43,16 +46,17 @@ class Floors:
 
 def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) -> Floors:
     """The floors of all members, or of all but `without`."""
-    least = ulp(truth.largest, case.manifest.dtype)
-    rms, peak, shift = (_errors(case, name, without) for name in ("rms", "peak", "shift"))
+    least, at = ulp(truth.largest, case.manifest.dtype), np.asarray(case.truth.positions)
     cached = np.asarray(case.floors["cached"], np.float64)  # by kind of attention, not by member
-    pool = np.maximum(_rms(rms), _near_rms(rms))
+    pool = _pooled(case, "rms", _near, at, without)
+    peak = _pooled(case, "peak", _near_max, at, without)
+    shift = _pooled(case, "shift", _near_rms, at, without)
     return Floors(
         rms=np.maximum(pool, least),
         pool=pool,
-        peak=np.maximum(_near_max(peak), least),
-        shift=np.maximum(_near_rms(shift), least),
-        cached=np.maximum(_near_rms(cached), least),
+        peak=np.maximum(peak, least),
+        shift=np.maximum(shift, least),
+        cached=np.maximum(_near_rms(cached, at), least),
     )
 
 
@@ -61,11 +65,9 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
 
     They are (keys and values, layers, K, n), as is `largest`, the truth's largest |value| of a row.
     """
-    least = ulp(largest, case.manifest.dtype)
-    errors = [_errors(case, name, without) for name in ("keys", "values")]
-    return np.stack(
-        [np.maximum.reduce([_rms(a), _near_rms(a), least[i]]) for i, a in enumerate(errors)]
-    )
+    least, at = ulp(largest, case.manifest.dtype), np.arange(largest.shape[-1])
+    pools = [_pooled(case, name, _near, at, without) for name in ("keys", "values")]
+    return np.maximum(np.stack(pools), least)
 
 
 def held_out(run: Measures, case: Case) -> Measures:
@@ -80,27 +82,49 @@ def widening(case: Case) -> float:
     return 1.0 if case.has_truth else math.sqrt(n / (n - 1))
 
 
-def _errors(case: Case, name: str, without: str | None) -> Floats:
-    """The raw errors of the members but one, (members, ...)."""
-    keep = [i for i, member in enumerate(case.pool.members) if member != without]
-    return np.asarray(case.floors[name], np.float64)[keep] * widening(case)
+def _pooled(
+    case: Case,
+    name: str,
+    over: Callable[[Floats, Array], Floats],
+    at: Array,
+    without: str | None,
+) -> Floats:
+    """What `over` makes of the ordinary members' errors (members, ..., n), or of the sequential
+    one's where that is larger and no member is held out. `at` are the positions of the last axis.
+    """
+    errors, members = np.asarray(case.floors[name], np.float64), case.pool.members
+    keep = [members.index(name) for name in ordinary(members) if name != without]
+    floor = over(errors[keep] * widening(case), at)
+    if without is not None or SEQUENTIAL not in members:
+        return floor
+    own = members.index(SEQUENTIAL)
+    return np.maximum(floor, over(errors[own : own + 1], at))
+
+
+def _near(errors: Floats, at: Array) -> Floats:
+    """The rms over members, at the position itself or near it, whichever is larger."""
+    return np.maximum(_rms(errors), _near_rms(errors, at))
 
 
 def _rms(errors: Floats) -> Floats:
     return np.asarray(np.sqrt(np.mean(errors * errors, axis=0)))
 
 
-def _near_rms(errors: Floats) -> Floats:
-    """Over the members and the positions near each; positions are the last axis."""
-    squares, counts = np.mean(errors * errors, axis=0), np.ones(errors.shape[-1])
-    return np.asarray(np.sqrt(_windows(squares).sum(-1) / _windows(counts).sum(-1)))
+def _near_rms(errors: Floats, at: Array) -> Floats:
+    """Over the members and the positions near each; the last axis is that of the positions `at`."""
+    squares, counts = np.mean(errors * errors, axis=0), np.ones(len(at))
+    return np.asarray(np.sqrt(_windows(squares, at).sum(-1) / _windows(counts, at).sum(-1)))
 
 
-def _near_max(peaks: Floats) -> Floats:
-    return np.asarray(_windows(np.abs(peaks).max(0)).max(-1))
+def _near_max(peaks: Floats, at: Array) -> Floats:
+    return np.asarray(_windows(np.abs(peaks).max(0), at).max(-1))
 
 
-def _windows(values: Floats) -> Floats:
-    """(..., n) -> (..., n, 2 NEAR + 1), zeros beyond the ends."""
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(NEAR, NEAR)])
-    return np.lib.stride_tricks.sliding_window_view(padded, 2 * NEAR + 1, axis=-1)
+def _windows(values: Floats, at: Array) -> Floats:
+    """(..., rows) -> (..., rows, 2 NEAR + 1): what stands at the positions near each of `at`, zeros
+    where nothing does.
+    """
+    laid = np.zeros((*values.shape[:-1], int(at[-1]) + 1 + 2 * NEAR))
+    laid[..., at + NEAR] = values
+    windows = np.lib.stride_tricks.sliding_window_view(laid, 2 * NEAR + 1, axis=-1)
+    return np.asarray(windows[..., at, :])

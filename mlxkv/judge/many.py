@@ -35,6 +35,11 @@ class Prompts:
         return sorted(self.verdicts, key=lambda name: _rank(self.verdicts[name]))
 
     @property
+    def longest(self) -> Verdict:
+        """That of the longest sequence: what it does not exercise, few of the others do."""
+        return max(self.verdicts.values(), key=lambda v: len(v.subject.tokens))
+
+    @property
     def scopes(self) -> tuple[Scope, ...]:
         return tuple(s for s in SCOPES if all(s in v.scopes for v in self.verdicts.values()))
 
@@ -61,8 +66,9 @@ def _rank(verdict: Verdict) -> tuple[int, float]:
 
 def _figures(verdict: Verdict) -> dict[str, Any]:
     names = ("name", "plan", "value", "limit", "position", "failed", "reason")
-    whole = ("outcome", "scopes", "plans", "reasons", "first_wrong", "cause")
+    whole = ("outcome", "scopes", "plans", "reasons", "found", "first_wrong", "cause")
     return {name: getattr(verdict, name) for name in whole} | {
+        "not_exercised": verdict.unseen,
         "tokens": len(verdict.subject.tokens),
         "prompt_tokens": verdict.subject.prompt_tokens,
         "gates": [{name: getattr(gate, name) for name in names} for gate in verdict.worst],

@@ -1,13 +1,14 @@
 """What a run is judged by: its distance from the truth, in float64, a block of rows at a time.
 
 Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order
-in a file; results are in order of position. This module knows no limit and gives no verdict.
+in a file; results are in order of position. A truth may hold a sample of the positions: rows of a
+run at others are passed over. This module knows no limit and gives no verdict.
 Axes: R rows, V vocabulary, n positions, K key/value heads, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +33,9 @@ _DIGITS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TruthRows:
-    """Per position of the truth, each (n,): the largest |logit|, the best token and its margin.
+    """Per row of the truth, each (R,): the largest |logit|, the best token and its margin.
 
-    `five` are the five best tokens, (n, 5), in no order.
+    `five` are the five best tokens, (R, 5), in no order.
     """
 
     largest: Floats
@@ -47,9 +48,12 @@ class TruthRows:
 class Measures:
     """A run against the truth, each (R,): the shift, which is the row's mean error; rms and largest
     absolute value (`peak`) of the error about it; and the run's own best token.
+
+    `rows` are the truth's rows at these positions, which floors have a column for.
     """
 
     positions: Array
+    rows: Array
     rms: Floats
     shift: Floats
     peak: Floats
@@ -79,59 +83,68 @@ def truth_rows(truth: Trace) -> TruthRows:
 
 
 def measure(trace: Trace, truth: Trace, *, scale: float = 1.0) -> Measures:
-    """rms, shift, peak of `trace` (times `scale`) against the truth, whose row i is position i."""
-    order, positions, vocab = in_order(trace)
-    rms, shift, peak = (np.empty(len(order)) for _ in range(3))
-    best = np.empty(len(order), np.int64)
+    """rms, shift, peak of `trace` (times `scale`) against the truth."""
+    positions, mine, rows = beside(trace, truth)
+    vocab = trace.logits.shape[1]
+    rms, shift, peak = (np.empty(len(rows)) for _ in range(3))
+    best = np.empty(len(rows), np.int64)
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(order), vocab):
-            x = trace.logits[order[part]]
+        for part in blocks(len(rows), vocab):
+            x = trace.logits[mine[part]]
             best[part] = x.argmax(1)
             e = np.multiply(x, scale, dtype=np.float64)
-            e -= truth.logits[positions[part]]
+            e -= truth.logits[rows[part]]
             shift[part] = e.mean(1)
             e -= shift[part, None]
             rms[part] = np.sqrt(np.einsum("rv,rv->r", e, e) / vocab)
             peak[part] = np.maximum(e.max(1), -e.min(1))
-    return Measures(positions, rms, shift, peak, best)
+    return Measures(positions, rows, rms, shift, peak, best)
 
 
 def largest_error(trace: Trace, truth: Trace) -> tuple[Array, Floats]:
     """Positions, and max over the vocabulary of |trace - truth| at each, not centred."""
-    order, positions, vocab = in_order(trace)
-    largest = np.empty(len(order))
+    positions, mine, rows = beside(trace, truth)
+    largest = np.empty(len(rows))
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(order), vocab):
-            largest[part] = np.abs(trace.logits[order[part]] - truth.logits[positions[part]]).max(1)
+        for part in blocks(len(rows), trace.logits.shape[1]):
+            largest[part] = np.abs(trace.logits[mine[part]] - truth.logits[rows[part]]).max(1)
     return positions, largest
 
 
 def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
     """The positions that both hold, and at each the rms of a - b over V, not centred."""
-    common = sorted(set(a.positions.tolist()) & set(b.positions.tolist()))
-    rows_a, rows_b = rows_of(a, common), rows_of(b, common)
-    rms = np.empty(len(common))
+    positions, rows_a, rows_b = beside(a, b)
+    rms = np.empty(len(positions))
     with np.errstate(invalid="ignore", over="ignore"):
-        for part in blocks(len(common), a.logits.shape[1]):
+        for part in blocks(len(positions), a.logits.shape[1]):
             d = np.subtract(a.logits[rows_a[part]], b.logits[rows_b[part]], dtype=np.float64)
             rms[part] = np.sqrt(np.einsum("rv,rv->r", d, d) / d.shape[1])
-    return np.array(common, np.int64), rms
+    return positions, rms
 
 
 def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
     """rms and max over D of the cache's error, each (keys and values, layers, K, n)."""
+    found = [kind_errors(trace, truth, kind) for kind in ("keys", "values")]
+    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
+
+
+def kind_errors(
+    trace: Trace, truth: Trace, kind: str, undo: Callable[[Array], Array] = np.asarray
+) -> tuple[Floats, Floats]:
+    """rms and max over D of the error of keys, or of values, each (layers, K, n).
+
+    `undo` gives a layer's stored array as the truth has it, (K, n, D).
+    """
     found = []
     for layer in range(layers(truth)):
-        mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
-        if mine is None or its is None:
-            what, remedy = f"no keys or values of layer {layer}", "write those of every layer"
-            raise Refusal(f"{what}, expected both", where=trace.label, remedy=remedy)
+        name = f"kv/{CACHE}/{layer:03d}/{kind}"
+        if name not in trace.arrays or name not in truth.arrays:
+            what, remedy = f"no {kind} of layer {layer}", "write keys and values of every layer"
+            raise Refusal(f"{what}, expected them", where=trace.label, remedy=remedy)
         with np.errstate(invalid="ignore", over="ignore"):
-            e = np.stack(
-                [np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)]
-            )
+            e = np.subtract(undo(trace.arrays[name]), truth.arrays[name], dtype=np.float64)
             found.append((np.sqrt(np.mean(e * e, axis=-1)), np.abs(e).max(-1)))
-    return np.stack([rms for rms, _ in found], 1), np.stack([worst for _, worst in found], 1)
+    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
 
 
 def cache_largest(truth: Trace) -> Floats | None:
@@ -154,10 +167,12 @@ def ulp(values: Floats, dtype: str) -> Floats:
     return np.asarray(np.ldexp(1.0, exponent - bits))
 
 
-def in_order(trace: Trace) -> tuple[Array, Array, int]:
-    """Row numbers in order of position, those positions, and the vocabulary."""
-    order = np.argsort(trace.positions, kind="stable")
-    return order, np.asarray(trace.positions)[order], trace.logits.shape[1]
+def beside(a: Trace, b: Trace) -> tuple[Array, Array, Array]:
+    """The positions that both hold, in order, and at each the row of `a` and the row of `b`."""
+    found: tuple[Array, Array, Array] = np.intersect1d(
+        a.positions, b.positions, return_indices=True
+    )
+    return found
 
 
 def rows_of(trace: Trace, positions: Sequence[int]) -> Array:

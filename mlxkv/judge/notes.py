@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from mlxkv.judge import limits, power
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.controls import blind_to
 from mlxkv.judge.gates import Yardstick, sigma_of
-from mlxkv.judge.result import Gate, Outcome
+from mlxkv.judge.result import Outcome
+from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import PREFIXES_MOST, prefixes_feed
+from oracle.formats.run_folder import ordinary
 from oracle.formats.trace import Trace
 
 
-def notes(
-    yardstick: Yardstick, traces: Mapping[str, Trace], gates: Sequence[Gate], outcome: Outcome
-) -> list[str]:
-    """Each a line, without a full stop."""
+def notes(main: Judged, outcome: Outcome, *, probed: bool) -> list[str]:
+    """Each a line, without a full stop; `probed` says whether the probe was compared too."""
+    yardstick, traces, gates = main.yardstick, main.runs, main.gates
     case, sigma = yardstick.case, sigma_of(gates)
     found = [_no_truth(case)]
     if outcome == "agree" and sigma > limits.SIGMA_NOISY:
@@ -24,7 +25,8 @@ def notes(
             f"agrees, noisier than usual: sigma is {sigma:.2f}, "
             f"correct engines read at most {limits.SIGMA_NOISY:g}"
         )
-    absent = [plan for plan in ORDER if plan in case.manifest.plans and plan not in traces]
+    # A trace of mixed is what an earlier version could not write: `unseen` says that it is absent.
+    absent = [plan for plan in ORDER[:-1] if plan in case.manifest.plans and plan not in traces]
     if absent and traces:
         found.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
     if case.manifest.packed and any(g.scope == "algebra" and g.ran for g in gates):
@@ -32,7 +34,7 @@ def notes(
             f"algebra ran on the unpacked weights ({case.manifest.packed}); it does not cover "
             "quantized_matmul, which the other gates judge"
         )
-    found += [*_of_sequence(case), *_of_traces(case, traces.values())]
+    found += [*_of_sequence(case, probed), *_of_traces(case, traces.values())]
     weak = power.note(power.read(), case.manifest.dtype, limits.current_limits())
     return [note for note in (*found, _blind(yardstick), weak) if note]
 
@@ -42,13 +44,14 @@ def _no_truth(case: Case) -> str | None:
         return None
     left = ", ".join(case.manifest.left_out)
     odd = f"; left out, as it computes something else in float64: {left}" if left else ""
+    runs = ", ".join(ordinary(case.pool.members))
     return (
         "no truth for this architecture: the reference is the mean of transformers' own runs "
-        f"({', '.join(case.pool.members)}), and an error that all of them share is not seen{odd}"
+        f"({runs}), and an error that all of them share is not seen{odd}"
     )
 
 
-def _of_sequence(case: Case) -> list[str]:
+def _of_sequence(case: Case, probed: bool) -> list[str]:
     """What the tokens and their plans leave unseen."""
     found, plans = [], case.manifest.plans
     fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
@@ -60,8 +63,11 @@ def _of_sequence(case: Case) -> list[str]:
     if "chunked" not in plans:
         found.append("chunked does not apply: a prompt of one token cannot be split")
     if case.length > 1 and len(set(case.manifest.tokens)) == 1:
+        what = "all tokens are equal: a wrong mask or row cannot show"
         found.append(
-            "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones"
+            f"{what} here; only the probe has different ones"
+            if probed
+            else f"{what}; give a prompt of different ones"
         )
     return found
 

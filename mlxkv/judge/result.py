@@ -20,11 +20,7 @@ Outcome = Literal["agree", "differ", "cannot tell"]
 Scope = Literal["algebra", "logits", "cache"]
 SCOPES: tuple[Scope, ...] = ("algebra", "logits", "cache")
 EXIT_CODES: dict[Outcome, int] = {"agree": 0, "differ": 1, "cannot tell": 2}
-HINT = (
-    "the first wrong position names the kind: 0 a scale, an eps or weights; 1 RoPE or the mask; "
-    "a chunk's start index_pos or the mask's offset; later a stale or lost cache row; "
-    "`mlxkv locate` says where"
-)
+HINT = "`mlxkv locate` says in which layer and in which operation"
 
 
 class GateName(StrEnum):
@@ -38,6 +34,7 @@ class GateName(StrEnum):
     PEAK = "peak"
     SHIFT = "shift"
     FLIPS = "decisive flips"
+    REPEAT = "repeat"
     CACHED = "cached against uncached"
     KEYS_MEDIAN = "keys median"
     KEYS_MOST = "keys 95%"
@@ -173,8 +170,10 @@ class Subject:
 class Verdict:
     """The outcome and all that it stands on.
 
-    `scopes` are those of which every gate ran; `plans` those compared. `against` is the truth, or
-    where there is none transformers itself, and then "agree" says no more than that.
+    `scopes` are those of which every gate ran; `plans` those compared. `unseen` is the list "not
+    exercised" (`unseen.py`); `found` is what a wrong run shows of itself (`finding.py`), "" if
+    nothing. `floor` is that of the centred rms at the positions `floor_at`. `against` is the truth,
+    or where there is none transformers itself, and then "agree" says no more than that.
     """
 
     outcome: Outcome
@@ -185,10 +184,13 @@ class Verdict:
     controls: tuple[Control, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    found: str = ""
     first_wrong: FirstWrong | None = None
     figures: tuple[Figures, ...] = ()
     tables: Tables = Tables()  # noqa: RUF009 (frozen)
     floor: tuple[float, ...] = ()
+    floor_at: tuple[int, ...] = ()
     curves: tuple[Curve, ...] = ()
     distinct: int = 0
     cause: Cause | None = None
@@ -215,7 +217,9 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null."""
         value = asdict(self)
-        by_position = {"floor": value.pop("floor"), "rms": value.pop("curves")}
+        by_position = {"positions": value.pop("floor_at"), "floor": value.pop("floor")}
+        by_position |= {"rms": value.pop("curves")}
+        value["not_exercised"] = value.pop("unseen")
         value |= {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
         value |= {"distinct_members": value.pop("distinct"), "by_position": by_position}
         for gate, shown in zip(self.gates, value["gates"], strict=True):

@@ -7,137 +7,137 @@ measured with can be trusted; whatever else is odd makes the verdict "cannot tel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from mlxkv.judge import delta, limits, measure
-from mlxkv.judge.admission import admit, case_reasons, engine_reasons
-from mlxkv.judge.case import Case
-from mlxkv.judge.controls import Trust, trust
-from mlxkv.judge.gates import (
-    Yardstick,
-    algebra_gates,
-    cache_gates,
-    cached_gate,
-    logit_gates,
-    pooled,
-)
+from mlxkv.judge import delta
+from mlxkv.judge.admission import engine_reasons
+from mlxkv.judge.case import PROBE, Case, Probed
+from mlxkv.judge.finding import finding
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.notes import notes
 from mlxkv.judge.result import (
     SCOPES,
+    Control,
     Curve,
     FirstWrong,
     Gate,
-    GateName,
     Outcome,
     Scope,
     Verdict,
     subject,
 )
+from mlxkv.judge.sequence import Judged, sequence
+from mlxkv.judge.unseen import NOTHING, unseen
 from oracle.formats.trace import Trace
 
 
 def judge(
-    case: Case, candidates: Mapping[str, Trace], *, algebra: Mapping[str, Trace] | None = None
+    case: Case,
+    candidates: Mapping[str, Trace],
+    *,
+    algebra: Mapping[str, Trace] | None = None,
+    repeats: Mapping[str, Trace] | None = None,
+    probe: Probed | None = None,
 ) -> Verdict:
     """The verdict on an engine's runs of the judged plans, by plan.
 
     `candidates` are in the run's dtype, which the noise floor judges; `algebra` in float64, where
-    there is no noise.
+    there is no noise; `repeats` are plans of `candidates` that the same process followed again. The
+    gates of `probe` join the others; if it was not run, `Verdict.unseen` says so.
     """
     exact = algebra or {}
     about = subject(case.manifest, [*candidates.values(), *exact.values()])
-    yardstick, reasons = _yardstick(case)
-    if yardstick is None:
-        return Verdict("cannot tell", (), (), about, reasons=tuple(reasons))
-    trusted = trust(yardstick)
-    runs, refused = admit(case, candidates, case.manifest.dtype)
-    exact_runs, exact_refused = admit(case, exact, "float64")
-    measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
-    gates, doubts = _gates(yardstick, measures, runs, exact_runs)
-    reasons = trusted.reasons + refused + exact_refused + doubts
+    main = sequence(case, candidates, exact, repeats or {})
+    if not isinstance(main, Judged):
+        return Verdict("cannot tell", (), (), about, reasons=tuple(main), unseen=NOTHING)
+    probed, doubts = _probed(case, probe)
+    sequences = [main, probed] if probed is not None else [main]
+    gates = [gate for one in sequences for gate in _named(one)]
+    reasons = [*_of_all(sequences), *main.doubts, *doubts]
     if not candidates and not exact:
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
-    outcome = _outcome(gates, reasons, trusted)
+    outcome = _outcome(sequences, gates, reasons)
     return Verdict(
         outcome=outcome,
         scopes=_covered(gates),
-        plans=tuple(runs or exact_runs),
+        plans=tuple(one.shown(plan) for one in sequences for plan in one.runs or one.exact),
         subject=about,
         gates=tuple(gates),
-        controls=trusted.controls,
+        controls=tuple(control for one in sequences for control in _controls(one)),
         reasons=tuple(reasons),
-        notes=tuple(notes(yardstick, runs, gates, outcome)),
-        first_wrong=_first_wrong(case, gates) if outcome == "differ" else None,
-        figures=tuple(_figures(yardstick, plan, run) for plan, run in runs.items()),
-        tables=delta.page_tables(case, runs),
-        floor=tuple(yardstick.floors.rms.tolist()),
-        curves=tuple(_curve(plan, run) for plan, run in measures.items()),
+        notes=(*_notes(sequences), *notes(main, outcome, probed=probed is not None)),
+        unseen=tuple(unseen(main, probed, why_no_probe=_why_no_probe(case, probe))),
+        found=finding(sequences) if outcome == "differ" else "",
+        first_wrong=_first_wrong(sequences) if outcome == "differ" else None,
+        figures=tuple(figure for one in sequences for figure in _figures(one)),
+        tables=delta.page_tables(case, main.runs),
+        floor=tuple(main.yardstick.floors.rms.tolist()),
+        floor_at=tuple(case.truth.positions.tolist()),
+        curves=tuple(_curve(plan, run) for plan, run in main.measures.items()),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
     )
 
 
-def _yardstick(case: Case) -> tuple[Yardstick | None, list[str]]:
-    reasons = case_reasons(case)
-    if reasons:
-        return None, reasons
-    yardstick = Yardstick.of(case)
-    largest, cache = yardstick.truth.largest, yardstick.cache_largest
-    finite = np.isfinite(largest).all() and (cache is None or np.isfinite(cache).all())
-    if finite and largest.max() > 0:
-        return yardstick, []
-    what = "holds numbers that are not finite, or only zeros; make the folder again"
-    return None, [f"{case.truth.label}: {what}"]
-
-
-def _figures(yardstick: Yardstick, plan: str, run: Trace) -> delta.Figures:
-    return delta.figures(run, yardstick.case.truth, yardstick.truth, plan=plan)
-
-
-def _curve(plan: str, run: Measures) -> Curve:
-    return Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))
-
-
-def _gates(
-    yardstick: Yardstick,
-    measures: Mapping[str, Measures],
-    runs: Mapping[str, Trace],
-    exact: Mapping[str, Trace],
-) -> tuple[list[Gate], list[str]]:
-    gates, doubts = algebra_gates(yardstick, exact)
-    for plan, run in measures.items():
-        gates += logit_gates(yardstick, plan, run)
-        doubts += _too_near(yardstick, plan, run)
-    of_cache, odd = cache_gates(yardstick, runs.get("step"))
-    doubts = engine_reasons([*runs.values(), *exact.values()]) + doubts + odd
-    return [*gates, cached_gate(yardstick, runs), *of_cache], doubts
-
-
-def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
-    """A float32 run nearer to the truth than any correct engine means that the pool is wrong.
-
-    The ratio is to what the members read: a floor that was raised to one ulp makes a small sigma
-    and says nothing about the pool. Against the mean of n runs nothing can be said either, since
-    the truth itself could not read less than 1 / sqrt(n).
-    """
-    case = yardstick.case
-    if case.manifest.dtype != "float32" or not case.has_truth:
-        return []
-    with np.errstate(divide="ignore", invalid="ignore"):
-        sigma = pooled(run.rms / yardstick.floors.pool[run.positions])
-    if not sigma < limits.SIGMA_LEAST:
-        return []
-    return [
-        f"plan {plan}: sigma is {sigma:.2g}, expected at least {limits.SIGMA_LEAST}: "
-        "the pool is further from the truth than the candidate"
+def _probed(case: Case, probe: Probed | None) -> tuple[Judged | None, list[str]]:
+    """The probe judged, if there are runs of it, and what of it leaves the verdict open."""
+    if probe is None or not (probe.candidates or probe.algebra):
+        return None, []
+    of = ("fingerprint", "config_digest", "dtype")
+    found: Judged | list[str] = [
+        f"manifest.json: {name} is {mine}, expected {its} as the run folder's; make it again"
+        for name in of
+        if (mine := getattr(probe.case.manifest, name)) != (its := getattr(case.manifest, name))
     ]
+    if not probe.case.manifest.probe:
+        found = ["manifest.json: it is not that of a probe; make the folder again"]
+    if not found:
+        found = sequence(probe.case, probe.candidates, probe.algebra, {}, name=PROBE)
+    if isinstance(found, list):
+        return None, [f"{PROBE}: {reason}" for reason in found]
+    return found, found.doubts
 
 
-def _outcome(gates: Sequence[Gate], reasons: Sequence[str], trusted: Trust) -> Outcome:
-    # A number that is not finite is wrong, whatever measures it.
-    if any(g.failed and (trusted.covers(g.scope) or g.name == GateName.FINITE) for g in gates):
+def _why_no_probe(case: Case, probe: Probed | None) -> str:
+    if probe is not None:
+        return "no trace of its plans that could be compared"
+    if not case.has_truth:
+        return "there is none without a truth"
+    return "left out, so a long sequence, and ids that span the vocabulary, were not tried"
+
+
+def _of_all(sequences: Sequence[Judged]) -> list[str]:
+    """What leaves the verdict open of the traces together, and of their tokens."""
+    main = sequences[0]
+    lanes = [lane for one in sequences for lane in (one.runs, one.exact)]
+    found = engine_reasons([trace for lane in lanes for trace in lane.values()])
+    if main.case.length == 1:
+        what = "with one token nothing comes before it, so neither RoPE nor a mask is seen"
+        found.append(f"tokens: {what}; give a prompt of two or more")
+    return found
+
+
+def _notes(sequences: Sequence[Judged]) -> list[str]:
+    """What each sequence's runs are said to be, once."""
+    return list(dict.fromkeys(note for one in sequences for note in one.notes))
+
+
+def _named(one: Judged) -> list[Gate]:
+    """The gates, under the names of the plans in the verdict.
+
+    Of the probe only those that ran: what could not, `unseen` says.
+    """
+    if not one.name:
+        return list(one.gates)
+    return [replace(gate, plan=one.shown(gate.plan)) for gate in one.gates if gate.ran]
+
+
+def _controls(one: Judged) -> list[Control]:
+    return [replace(control, name=one.shown(control.name)) for control in one.trusted.controls]
+
+
+def _outcome(sequences: Sequence[Judged], gates: Sequence[Gate], reasons: Sequence[str]) -> Outcome:
+    if any(one.differs for one in sequences):
         return "differ"
     return "cannot tell" if reasons or not any(g.ran for g in gates) else "agree"
 
@@ -147,9 +147,26 @@ def _covered(gates: Sequence[Gate]) -> tuple[Scope, ...]:
     return tuple(scope for scope in SCOPES if of[scope] and all(g.ran for g in of[scope]))
 
 
-def _first_wrong(case: Case, gates: Sequence[Gate]) -> FirstWrong | None:
-    wrong = [(g.first, g) for g in gates if g.failed and g.first is not None]
-    if not wrong:
-        return None
-    first, gate = min(wrong, key=lambda w: w[0])
-    return FirstWrong(first, case.text(first), gate.plan, gate.name, gate.layer)
+def _first_wrong(sequences: Sequence[Judged]) -> FirstWrong | None:
+    """Of the main sequence where it differs: positions of two sequences have no order."""
+    for one in sequences:
+        wrong = [(g.first, g) for g in one.gates if g.failed and g.first is not None]
+        if one.differs and wrong:
+            first, gate = min(wrong, key=lambda w: w[0])
+            plan = one.shown(gate.plan)
+            return FirstWrong(first, one.case.text(first), plan, gate.name, gate.layer)
+    return None
+
+
+def _figures(one: Judged) -> list[delta.Figures]:
+    case, rows = one.case, one.yardstick.truth
+    return [
+        delta.figures(
+            one.runs[plan], case.truth, rows, plan=one.shown(plan), positions=run.positions.tolist()
+        )
+        for plan, run in one.measures.items()
+    ]
+
+
+def _curve(plan: str, run: Measures) -> Curve:
+    return Curve(plan, tuple(run.positions.tolist()), tuple(run.rms.tolist()))

@@ -33,6 +33,10 @@ _WORDS = {
     "step": "the prompt, then single tokens through the cache (the page's *cached*)",
     "prefixes": "no cache, the growing prefix at every step (the page's *nocache*)",
     "chunked": "the prompt in several calls, then single tokens",
+    "mixed": "a small chunk, one longer than what is held, single tokens, several again, to the "
+    "end",
+    "probe": "a sequence of up to 300 ids that span the vocabulary, judged beside the prompt's own "
+    "in the plans full and chunked, at a sample of its positions",
     "noise floor": "how far transformers itself, in up to five orders of evaluation, is from the "
     "float64 truth at a position",
     "algebra": "the engine in float64 against the truth, where there is no noise",
@@ -42,6 +46,8 @@ _WORDS = {
     "shift": "a common offset of all logits of a position, which sigma leaves out, in its floor",
     "decisive flips": "positions whose highest token changed although the truth's margin is far "
     "above the noise",
+    "repeat": "positions at which the same plan, followed a second time, gave other bits; of an "
+    "engine that is not deterministic, the difference in the floors of cached against uncached",
     "cached against uncached": "step against full within the engine, in units of the same "
     "difference within transformers",
     "keys, values": "rows of the step plan's cache, per layer and head, in floors: median, 95th "
@@ -83,6 +89,7 @@ def markdown(
         [f"**{phrases.sentence(verdict)}**"],
         _lines(verdict),
         _gates(verdict),
+        not_exercised(verdict),
         _pairs(
             "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
         ),
@@ -113,8 +120,16 @@ def to_json(
 
 
 def _lines(verdict: Verdict) -> list[str]:
-    lines = (phrases.cause(verdict), *verdict.reasons, *verdict.notes, verdict.hint)
+    lines = (*verdict.reasons, *verdict.notes, verdict.hint)
     return [f"- {line}" for line in lines if line]
+
+
+def not_exercised(verdict: Verdict) -> list[str]:
+    """The section on what the comparison says nothing of; no lines where the verdict lists none."""
+    if not verdict.unseen:
+        return []
+    how = "What this comparison does not speak of."
+    return ["## Not exercised", "", how, "", *(f"- {line}" for line in verdict.unseen)]
 
 
 def _gates(verdict: Verdict) -> list[str]:
@@ -156,8 +171,7 @@ def _key(run: Run, ours: str) -> Key:
 
 
 def _other(other: Verdict) -> list[str]:
-    line = f"By the same gates {other.subject.engine}: **{phrases.sentence(other)}**."
-    return [line + (f" It {phrases.cause(other)}." if other.cause else "")]
+    return [f"By the same gates {other.subject.engine}: **{phrases.sentence(other)}**."]
 
 
 def _tokens(manifest: Manifest, continuation: tuple[Sequence[int], str | None] | None) -> list[str]:

@@ -1,4 +1,5 @@
-"""What page and terminal both say of a verdict: the sentence, the sides, the oracle's proofs.
+"""What page and terminal both say of a verdict: the sentence, what it does not cover, the sides,
+the oracle's proofs.
 
 Pure functions: no clock, no file and no machine is read, so the same run gives the same text.
 """
@@ -61,7 +62,9 @@ def sentence(verdict: Verdict) -> str:
     failed = [g for g in verdict.worst if g.failed]
     scopes = ", ".join(dict.fromkeys(g.scope for g in failed))
     what = "differs from transformers" if alone else "differ"
-    return f"{what} ({scopes}): {', '.join(g.name for g in failed)}{_first_wrong(verdict)}"
+    clauses = [verdict.found, cause(verdict), _first_wrong(verdict), _alone(verdict)]
+    clauses.append(f"gates: {', '.join(g.name for g in failed)}")
+    return f"{what} ({scopes}): {'; '.join(clause for clause in clauses if clause)}"
 
 
 def _first_wrong(verdict: Verdict) -> str:
@@ -71,7 +74,23 @@ def _first_wrong(verdict: Verdict) -> str:
     token = f" {quoted(first.token)}" if first.token is not None else ""
     layer = f", layer {first.layer}" if first.layer is not None else ""
     where = f"plan {first.plan}, {first.gate}{layer}"
-    return f"; first wrong position {first.position}{token} ({where})"
+    return f"first wrong position {first.position}{token} ({where})"
+
+
+def _alone(verdict: Verdict) -> str:
+    """Which plans are right, where some are: that tells what a wrong one does otherwise."""
+    wrong = {g.plan for g in verdict.gates if g.failed}
+    right = [plan for plan in verdict.plans if plan not in wrong]
+    if len(right) == 1:
+        return f"plan {right[0]} agrees"
+    return f"plans {', '.join(right)} agree" if right else ""
+
+
+def unseen(verdict: Verdict) -> str | None:
+    """What was not exercised, in one line: what stands before each colon."""
+    if not verdict.unseen:
+        return None
+    return f"not exercised: {'; '.join(line.split(': ')[0] for line in verdict.unseen)}"
 
 
 def cause(verdict: Verdict) -> str | None:

@@ -32,8 +32,8 @@ def console(
     known = "also" if verdict.outcome == "differ" else "cannot tell"
     lines += [f"{known}: {reason}" for reason in verdict.reasons]
     lines += [f"note: {note}" for note in verdict.notes]
+    lines += [line] if (line := phrases.unseen(verdict)) else []
     lines += [f"hint: {verdict.hint}"] if verdict.hint else []
-    lines += [f"cause: {phrases.cause(verdict)}"] if verdict.cause else []
     return "\n".join([*lines, *_last(verdict, report)]) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,10 @@ TRUTH, MEAN = "truth.safetensors", "mean.safetensors"
 """What a run folder measures by: the strict float64 truth, or where none is written out the mean of
 transformers' runs."""
 FLOORS = "floors.safetensors"
+SEQUENTIAL = "sequential-full"
+"""The member of the pool whose norms add up their rows one number after another. It is never held
+out, and where there is no truth, it has no part in the mean."""
+
 
 _FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/1", "mlxkv-floors/1"
 _FILE = re.compile(r"(plans/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -41,7 +45,8 @@ class Manifest:
     kinds of attention too far from the model's own in float64, and how far. `ignored_keys` were
     taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
     holds measured values. `inputs` is the digest of all that the results depend on.
-    `environment` is text to show.
+    `environment` is text to show. `original` is the length beyond which the model has other RoPE
+    factors (None: no such length). `probe` says that the tokens are those of the probe.
     """
 
     source: str
@@ -66,6 +71,8 @@ class Manifest:
     packed: str
     environment: dict[str, Any]
     inputs: str
+    original: int | None = None
+    probe: bool = False
 
     @property
     def has_truth(self) -> bool:
@@ -111,15 +118,22 @@ class Inputs:
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `floors.safetensors` says of its rows: the pool's members, and their kinds of attention.
 
-    `distinct` of the members differ bitwise.
+    `distinct` of the members differ bitwise. `widest` is the longest row whose numbers the
+    sequential member added up one after another.
     """
 
     members: list[str]
     kinds: list[str]
     distinct: int
+    widest: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"format": _FLOORS_FORMAT, **msgspec.structs.asdict(self)}
+
+
+def ordinary(members: Iterable[str]) -> list[str]:
+    """The members of a pool that add up as torch does: all but the sequential one."""
+    return [name for name in members if name != SEQUENTIAL]
 
 
 def read_manifest(folder: Path) -> Manifest:

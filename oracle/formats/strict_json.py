@@ -110,8 +110,10 @@ def _why(message: str, value: object, kind: Any) -> str:
 def _choices(kind: Any, key: str) -> Iterator[Any]:
     """What the keys of this name may be within a type: values of a Literal, tags of Structs."""
     for field in getattr(kind, "fields", ()):
-        values = getattr(field.type, "values", None)
-        yield from values if field.encode_name == key and values else _choices(field.type, key)
+        alone = (field.type,)
+        literals = [getattr(of, "values", ()) for of in getattr(field.type, "types", alone)]
+        named = [value for values in literals for value in values]
+        yield from named if field.encode_name == key and named else _choices(field.type, key)
     if getattr(kind, "tag_field", None) == key:
         yield kind.tag
     for inner in (*getattr(kind, "types", ()), getattr(kind, "item_type", None)):

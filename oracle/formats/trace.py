@@ -5,6 +5,10 @@ what each row is: the logits after the token at that place of its own cache's se
 that step of the plan. Optional are `kv/<cache>/<layer>/keys|values` (n_kv_heads, length, head_dim),
 keys after RoPE, and `tap/<layer>/<name>`. The metadata is one key, `mlxkv`, holding JSON.
 
+Where a plan has batches, `batch` (rows,) int32 says of which row of its call each row of logits is
+(0 where the call is no batch), and the keys and values of a cache that holds a batch of B have B as
+one more axis in front. Which positions have a row, `Plan.rows` says: row i is not position i.
+
 Files are mapped into memory when read, so that a judge can go through a long trace position by
 position. This module knows no engine and judges nothing.
 """
@@ -18,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
+import numpy as np
 
 from oracle.formats import strict_json, tensors
 from oracle.formats.errors import Inexpressible, Refusal, brief, one_line
-from oracle.formats.plan import Greedy, Plan, from_json
+from oracle.formats.plan import Greedy, Plan, Whole, from_json
 from oracle.formats.tensors import Array, Shapes, Writer
 
 FORMAT = "mlxkv-trace/1"
@@ -30,7 +35,10 @@ TAPS: tuple[str, ...] = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "score
 TAPS += ("o_proj", "post_norm", "gate", "up", "activation", "down", "hidden")
 """The places inside a layer that can be recorded, in the order of computation;
 `oracle.truth.config` gives their shapes."""
-_ARRAYS = {"logits": ("fF", 2), "positions": ("i", 1), "steps": ("i", 1)}  # kinds of dtype, axes
+ROPE_TABLES = ("rope/cos", "rope/sin")
+"""What the truth keeps of its RoPE: cos and sin of the angles, each (n, head_dim / 2)."""
+_ARRAYS = {"logits": ("fF", 2), "positions": ("i", 1), "steps": ("i", 1), "batch": ("i", 1)}
+"""The kinds of dtype and the axes of each."""
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,7 +74,8 @@ class Meta:
     file's author). `dtype` is the dtype computed in; `weights_dtype` the one that the stored
     weights were rounded to first, which differs only in float64 runs. `environment` holds host,
     versions, threads and precision flags, as text to show. `no_cache` says why the keys and values
-    of a cache are missing ("" if none are).
+    of a cache are missing ("" if none are). `repeat` counts how often the same process had followed
+    the plan before.
     """
 
     plan: Plan
@@ -81,11 +90,13 @@ class Meta:
     environment: dict[str, Any] = field(default_factory=dict)
     probes: dict[str, float] = field(default_factory=dict)
     no_cache: str = ""
+    repeat: Whole = 0
 
     def to_json(self) -> dict[str, Any]:
         value = {each.name: getattr(self, each.name) for each in fields(self)}
-        if not self.no_cache:
-            del value["no_cache"]
+        for name in ("no_cache", "repeat"):
+            if not value[name]:
+                del value[name]
         return value | {
             "format": FORMAT,
             "plan": self.plan.to_json(),
@@ -113,13 +124,22 @@ class Trace:
         return self.arrays["positions"]
 
     @property
+    def batch(self) -> Array:
+        """(rows,): of which row of its call each is, 0 where there are no batches."""
+        found = self.arrays.get("batch")
+        return np.zeros(len(self.positions), np.int32) if found is None else found
+
+    @property
     def label(self) -> str:
         """The file's path, or what the trace is."""
         what = f"{self.meta.engine} trace of plan {self.meta.plan.name!r}"
         return str(self.path) if self.path else what
 
     def kv(self, cache: str, layer: int) -> tuple[Array, Array] | None:
-        """keys and values of one layer, each (n_kv_heads, length, head_dim), or None."""
+        """keys and values of one layer, each (n_kv_heads, length, head_dim), or None.
+
+        Of a batch (B, n_kv_heads, length, head_dim).
+        """
         prefix = f"kv/{cache}/{layer:03d}/"
         if prefix + "keys" not in self.arrays or prefix + "values" not in self.arrays:
             return None
@@ -148,7 +168,7 @@ def read(path: Path | str) -> Trace:
     trace = Trace(_meta(value, str(path)), arrays, path)
     for name, (kinds, axes) in _ARRAYS.items():
         if name not in arrays:
-            if name == "steps":
+            if name == "steps" or (name == "batch" and not trace.meta.plan.batched):
                 continue
             expected = f"expected it beside {', '.join(sorted(arrays)[:3]) or 'nothing'}"
             remedy = "see the trace format in README.md"

@@ -10,42 +10,61 @@ are those of e - shift. numpy only, a block of positions at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from oracle.formats.contents import KINDS
+from oracle.formats.contents import members_of as members_of
 from oracle.formats.errors import Refusal
-from oracle.formats.run_folder import Pool
+from oracle.formats.run_folder import Pool, ordinary
 from oracle.formats.tensors import Array, Shapes, writer
 from oracle.formats.trace import Trace
 
-KINDS = ("eager", "sdpa")
 _BLOCK = 2**21  # float64 numbers in one block of logits: 16 MB
 
 
-def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
-    """The pool for these plans, as "KIND-PLAN"; only the last kind follows the chunked plan."""
-    wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step")]
-    return [name for name in [*wanted, f"{kinds[-1]}-chunked"] if name.split("-")[1] in plans]
-
-
 def write(
-    path: Path, truth: Trace, members: Mapping[str, Trace], *, kinds: Sequence[str] = KINDS
+    path: Path,
+    truth: Trace,
+    members: Mapping[str, Trace],
+    *,
+    kinds: Sequence[str] = KINDS,
+    widest: int = 0,
 ) -> Pool:
-    """Measures the members, in the order of `members_of`, into one file."""
+    """Measures the members, in the order of `members_of`, into one file.
+
+    `widest` is the longest row that the sequential member added up.
+    """
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
-    pool = Pool(names, list(kinds), len(distinct_of({name: members[name] for name in names})))
+    distinct = len(distinct_of({name: members[name] for name in names}))
+    pool = Pool(names, list(kinds), distinct, widest)
     with writer(path, _shapes(truth, len(names), len(kinds))) as out:
         for m, name in enumerate(names):
             _measure_logits(out.arrays, m, members[name], truth)
             _measure_cache(out.arrays, m, members[name], truth)
         for k, kind in enumerate(kinds):
-            step, full = members[f"{kind}-step"].logits, members[f"{kind}-full"].logits
-            for rows in blocks(full):
-                out.arrays["cached"][k, rows] = _rms(step[rows].astype(np.float64) - full[rows])
+            out.arrays["cached"][k] = cached(members[f"{kind}-step"], members[f"{kind}-full"])
         out.finish(pool.to_json())
     return pool
+
+
+def of_member(member: Trace, truth: Trace) -> dict[str, Array]:
+    """One run's errors, of the shapes of `noise.Errors`."""
+    shapes = _shapes(truth, 1, 0)
+    out = {name: np.empty(shape) for name, (_, shape) in shapes.items() if name != "cached"}
+    _measure_logits(out, 0, member, truth)
+    _measure_cache(out, 0, member, truth)
+    return {name: array[0] for name, array in out.items()}
+
+
+def cached(step: Trace, full: Trace) -> Array:
+    """(rows,): the rms of what two runs of the same rows are apart, over the vocabulary."""
+    apart = np.empty(len(full.logits))
+    for rows in blocks(full.logits):
+        apart[rows] = _rms(step.logits[rows].astype(np.float64) - full.logits[rows])
+    return apart
 
 
 def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
@@ -59,10 +78,10 @@ def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
 
 
 def distinct_of(members: Mapping[str, Trace]) -> dict[str, Trace]:
-    """The members without those whose logits are bitwise equal to an earlier one's."""
+    """The ordinary members without those whose logits are bitwise equal to an earlier one's."""
     first: dict[str, str] = {}
-    for name, member in members.items():
-        first.setdefault(_digest(member.logits), name)
+    for name in ordinary(members):
+        first.setdefault(_digest(members[name].logits), name)
     return {name: members[name] for name in first.values()}
 
 

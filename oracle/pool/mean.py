@@ -1,8 +1,9 @@
 """The mean of transformers' own runs, in the truth's place where no truth is written out.
 
-It is the mean of the pool's bitwise distinct members, in float64. It does not show what all of them
-get wrong together; how far it is from transformers' float64 form says how much of their rounding
-they share. numpy only, a block of positions at a time.
+It is the mean of the pool's bitwise distinct members, in float64, without the sequential one, whose
+roundings lean to one side. It does not show what all of them get wrong together; how far it is from
+transformers' float64 form says how much of their rounding they share. numpy only, a block of
+positions at a time.
 """
 
 from __future__ import annotations
@@ -17,24 +18,14 @@ import numpy as np
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
+from oracle.formats.proofs import MEAN as PROOF_LIMITS
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 from oracle.pool import errors
 
 ENGINE = "transformers' mean"
-# Limits, rms, in units of the mean's largest |logit|. `members_apart`: a member that computes
-# something else, such as a cache that loses a row, makes this pool's noise no measure.
-# `mean_double`: transformers' float64 form against the mean; a pool that is noisier than its dtype
-# fails by it. In float32 18 random architectures read 7.0e-8 to 1.1e-6 (one with very sharp
-# attention 2.4e-6), and 5.5e-8 to 9.3e-7. In half precision both may be as coarse as the judge
-# allows a noise floor to be.
-PROOF_LIMITS = {
-    "float32": {"members_apart": 1e-5, "mean_double": 5e-6},
-    "float16": {"members_apart": 5e-3, "mean_double": 5e-3},
-    "bfloat16": {"members_apart": 5e-2, "mean_double": 5e-2},
-}
-# Between kinds of attention in float64, in the same unit. Eager leaves softmax in float32 there,
-# and reads up to 1e-7.
+# Between kinds of attention in float64, in the same unit. They read 1e-15; with softmax in float32,
+# as another architecture's own code might have it in spite of all, up to 1e-7.
 KINDS_APART = 1e-6
 
 

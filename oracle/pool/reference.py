@@ -26,11 +26,11 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
 from oracle.formats.errors import Inexpressible, Refusal, one_line
-from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
+from oracle.formats.plan import Call, Clone, Crop, Greedy, Ids, New, Plan, Reset, Step
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
-from oracle.pool import neighbour_model
+from oracle.pool import neighbour_model, orders
 from oracle.truth.config import OLD_FREQUENCIES, checked, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
@@ -73,10 +73,11 @@ class Reference:
     """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, in one dtype.
 
     `kinds` are the kinds of attention that it has; the runs of the last one stay as references.
+    `widest` is the longest row that a norm has added up in order so far.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
+        self.checkpoint, self.dtype, self.widest = checkpoint, dtype, 0
         self._model: Any = _built(checkpoint, dtype).eval()
         self.kinds: tuple[str, ...] = ("eager", "sdpa")
         if is_neighbour(checkpoint):
@@ -87,10 +88,15 @@ class Reference:
         """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
         A step that fails leaves its error and no row; the next step goes on with what there is.
+        Where `attention` is "sequential", it is the class's own, and norms add up in order.
         """
-        self._model.set_attn_implementation(attention)
+        in_order = attention == "sequential"
+        self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size)
-        outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        order = orders.Sequential()
+        with order if in_order else contextlib.nullcontext():
+            outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
+        self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
         meta = Meta(
             plan=plan,
@@ -108,22 +114,32 @@ class Reference:
 
     @torch.inference_mode()
     def double(
-        self, tokens: list[int], *, rows: int | None = None, attention: str = "sdpa"
+        self,
+        tokens: list[int],
+        *,
+        rows: int | None = None,
+        attention: str = "sdpa",
+        exact: bool = True,
     ) -> Array:
         """(n, V) logits of one uncached call in float64; `rows` keeps the first ones only.
 
         The weights, already rounded to the dtype, are widened. Packed ones are unpacked once more,
-        without rounding, since the truth's are exact. Eager attention leaves softmax in float32.
-        The model stays so: nothing else can be run on it afterwards.
+        without rounding, since the truth's are exact. What the class computes in float32 whatever
+        its weights are is float64 too if it is to be `exact`; of a neighbour all but RoPE's
+        frequencies. The model stays so: nothing else can be run on it afterwards.
         """
         self._model.set_attn_implementation(attention)
         self._model.double()
-        exact = Weights(self.checkpoint, dtype=self.dtype)
+        weights = Weights(self.checkpoint, dtype=self.dtype)
         for name, parameter in self._model.named_parameters():
             if name in self.checkpoint.packed:
-                parameter.copy_(exact(name))
+                parameter.copy_(weights(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
-        made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
+        with orders.Float64() if exact else contextlib.nullcontext():
+            if exact and not is_neighbour(self.checkpoint):
+                inner = self._model.model
+                inner.rotary_emb = type(inner.rotary_emb)(self._model.config)
+            made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
         logits: Array = made.logits[0].numpy()
         return logits
 
@@ -164,12 +180,12 @@ class _Run:
     """One plan under way: its caches by name (None: without a cache) and the rows so far."""
 
     def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
-        self._model, self._last = model, plan.rows == "last"
+        self._model, self._plan = model, plan
         self._caches: dict[str, DynamicCache | None] = {}
-        dropped = [len(call.step.tokens) - 1 for call in plan.calls() if self._last]
-        most = sum(call.fed for call in plan.calls()) - sum(dropped)
+        self._batched: set[str] = set()  # the caches that hold a batch
+        most = sum(len(call.batch) * len(plan.kept(call)) for call in plan.calls())
         self._logits = np.empty((most, vocab_size), np.float32)
-        self._places: list[tuple[int, int]] = []  # (position, step) of each row
+        self._places: list[tuple[int, int, int]] = []  # position, step, row of the batch
 
     def follow(self, i: int, step: Step) -> Outcome:
         chosen: list[int] = []
@@ -178,12 +194,15 @@ class _Run:
             match step:
                 case New(cache, use_kv_cache):
                     caches[cache] = self._fresh() if use_kv_cache else None
-                case Call(cache, tokens, index_pos):
-                    self._call(i, cache, tokens, index_pos)
+                case Call(cache, _, index_pos):
+                    (self._batched.add if step.batched else self._batched.discard)(cache)
+                    self._call(i, cache, step.batch, index_pos)
                 case Greedy():
                     self._greedy(i, step, chosen)
                 case Clone(source, target):
                     caches[target] = copy.deepcopy(caches[source])
+                    held = self._batched - {target}
+                    self._batched = held | ({target} if source in self._batched else set())
                 case Crop(cache, length):
                     caches[cache] = self._cropped(caches[cache], length)
                 case Reset(cache):
@@ -194,40 +213,46 @@ class _Run:
 
     def arrays(self) -> tuple[dict[str, Array], str]:
         """The trace's arrays, and why a cache's keys and values are missing ("" if none are)."""
-        positions, steps = zip(*self._places, strict=True) if self._places else ((), ())
+        places = np.array(self._places, np.int32).reshape(-1, 3).T
         arrays: dict[str, Array] = {"logits": self._logits[: len(self._places)]}
-        arrays |= {"positions": np.array(positions, np.int32), "steps": np.array(steps, np.int32)}
+        arrays |= dict(zip(("positions", "steps", "batch"), places, strict=True))
+        if not self._plan.batched:
+            del arrays["batch"]
         lacks = ""
         for name, cache in self._caches.items():
             layers = cache.layers if cache is not None and _length(cache) else []
             odd = _partial(layers, _length(cache))
             lacks = lacks or odd
             for i, layer in enumerate([] if odd else layers):
-                arrays[f"kv/{name}/{i:03d}/keys"] = layer.keys[0].float().numpy()
-                arrays[f"kv/{name}/{i:03d}/values"] = layer.values[0].float().numpy()
+                for kind, held in (("keys", layer.keys), ("values", layer.values)):
+                    rows = held if name in self._batched else held[0]
+                    arrays[f"kv/{name}/{i:03d}/{kind}"] = rows.float().numpy()
         return arrays, lacks
 
-    def _call(self, i: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        cache = self._caches[name]
+    def _call(self, i: int, name: str, batch: tuple[Ids, ...], index_pos: int | None) -> Array:
+        """One forward call; the last of the rows kept, on which a greedy step goes on."""
+        cache, width = self._caches[name], len(batch[0])
         held = _length(cache)
-        given = {_CACHE: cache, "use_cache": cache is not None, "logits_to_keep": int(self._last)}
+        kept = self._plan.kept_of(held, width)
+        given = {_CACHE: cache, "use_cache": cache is not None}
+        given["logits_to_keep"] = torch.tensor(kept, dtype=torch.long) - held
         if index_pos not in (None, held):
             if held:
                 at = f"index_pos {index_pos} with {held} tokens cached"
                 raise Inexpressible(f"{at}, as transformers takes the position from its cache")
             # Where nothing is cached a caller may give position_ids, and only them.
-            given["position_ids"] = torch.arange(index_pos, index_pos + len(tokens))[None]
-        rows: Tensor = self._model(torch.tensor([tokens]), **given).logits[0]
+            given["position_ids"] = torch.arange(index_pos, index_pos + width)[None]
+        rows: Tensor = self._model(torch.tensor(batch), **given).logits
         first = len(self._places)
-        self._places += [(held + place, i) for place in range(len(tokens) - len(rows), len(tokens))]
-        self._logits[first : len(self._places)] = rows.float().numpy()
+        self._places += [(at, i, row) for row in range(len(batch)) for at in kept]
+        self._logits[first : len(self._places)] = rows.flatten(0, 1).float().numpy()
         last: Array = self._logits[len(self._places) - 1]
         return last
 
     def _greedy(self, i: int, step: Greedy, chosen: list[int]) -> None:
         tokens, position = step.tokens, step.index_pos
         while True:
-            chosen.append(int(self._call(i, step.cache, tokens, position).argmax()))
+            chosen.append(int(self._call(i, step.cache, (tokens,), position).argmax()))
             if len(chosen) == step.n:
                 return
             if position is not None:

@@ -1,9 +1,9 @@
 """The strict float64 Llama that everything is judged against: plain torch, a layer at a time.
 
-transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32. Here
-everything is. The architecture is that of transformers' `modeling_llama.py` and candle's
-`llama.rs`: RMSNorm before attention and before the MLP, RoPE on queries and keys, grouped-query
-attention, SwiGLU.
+transformers' `.double()` is not float64: its RMSNorm, softmax and RoPE angles stay float32 unless
+they are widened too (`oracle/pool/orders.py`). Here everything is. The architecture is that of
+transformers' `modeling_llama.py` and candle's `llama.rs`: RMSNorm before attention and before the
+MLP, RoPE on queries and keys, grouped-query attention, SwiGLU.
 
 Axes: L tokens of one segment, S tokens in a layer's cache after it, n tokens of the whole sequence;
 H query heads, K key/value heads, G = H / K query heads to each of them, D head_dim; E hidden, F the

@@ -33,23 +33,27 @@ def write(
     Returns max |T|, and the largest difference of a logit between the first way and any other.
     """
     call = plan.steps[-1]
-    if not isinstance(call, Call) or len(plan.steps) > 2:
+    if not isinstance(call, Call) or call.batched or len(plan.steps) > 2:
         has = f"plan {plan.name!r} has {len(plan.steps)} steps"
         raise ValueError(f"truth: {has}, expected one call on a new cache")
+    (tokens,) = call.batch
     names = {kind: f"kv/{call.cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
     names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
     meta = _meta(weights, plan, dict(environment or {}))
-    with trace.writer(path, meta, _shapes(config, len(call.tokens), names)) as out:
+    with trace.writer(path, meta, _shapes(config, len(tokens), names)) as out:
 
         def sink(i: int, seen: dict[str, Any]) -> None:
             for key, tensor in seen.items():
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
         streams = llama.follow(
-            weights, config, call.tokens, segments=segments, taps=taps, sink=sink, progress=progress
+            weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
+        tables = llama.rope_tables(config, len(call.tokens))
+        for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
+            out.arrays[name][...] = table.numpy()
         most, apart = llama.write_logits(streams, weights.head(config), out.arrays["logits"])
-        out.arrays["positions"][...] = np.arange(len(call.tokens))
+        out.arrays["positions"][...] = np.arange(len(tokens))
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())
     return most, apart
@@ -63,6 +67,7 @@ def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
         "steps": (np.int32, (n,)),
         "logits": (np.float64, (n, config.vocab_size)),
     }
+    arrays |= dict.fromkeys(trace.ROPE_TABLES, (np.float64, (n, config.head_dim // 2)))
     for key, name in names.items():
         for i in range(config.n_layers):
             arrays[name.format(i)] = (np.float64, taps.get(key, kv))

@@ -1,5 +1,5 @@
 """An oracle folder and candidates made from random numbers: no model, no weights, a vocabulary of
-64 and 24 tokens.
+64 and 24 tokens; and the probe of 300 tokens, of which a sample of rows is kept.
 
 The truth is random; the five members of the pool, and a correct candidate, are the truth plus
 independent noise of the size that float32 arithmetic makes.
@@ -7,22 +7,29 @@ independent noise of the size that float32 arithmetic makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.judge.case import Case
-from oracle.formats.plan import Plan, judged_plans
+from mlxkv.judge.case import Case, Probed
+from oracle.formats.plan import (
+    PROBE,
+    Plan,
+    judged_plans,
+    probe_plans,
+    probe_rows,
+    probe_tokens,
+)
 from oracle.formats.run_folder import Manifest, Pool
 from oracle.formats.trace import Meta, Trace
 
 Array = npt.NDArray[Any]
 N, PROMPT, VOCAB, LAYERS, HEADS, DIM = 24, 5, 64, 2, 2, 8
 NOISE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}
-MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked", "sequential-full"]
 LINUX = {"os": "Linux", "python": "3.11.9", "threads": 2}
 
 
@@ -31,7 +38,9 @@ def plans(n: int = N, prompt: int = PROMPT) -> dict[str, Plan]:
 
 
 def texts(n: int = N) -> list[str]:
-    return ["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, n))][:n]
+    """One text for each id, of which there are VOCAB."""
+    known = ["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, VOCAB))]
+    return [known[i % VOCAB] for i in range(n)]
 
 
 def noisy(truth: Array, rng: np.random.Generator, size: float) -> Array:
@@ -40,8 +49,9 @@ def noisy(truth: Array, rng: np.random.Generator, size: float) -> Array:
 
 
 def meta(plan: Plan, *, engine: str = "port", dtype: str = "float32", **more: Any) -> Meta:
-    given = {"fingerprint": "f" * 64, "config_digest": "c" * 64, "environment": LINUX} | more
-    return Meta(plan, engine, "1.0", dtype, weights_dtype="float32", **given)
+    given = {"fingerprint": "f" * 64, "config_digest": "c" * 64, "environment": LINUX}
+    given |= {"weights_dtype": "float32"} | more
+    return Meta(plan, engine, "1.0", dtype, **given)
 
 
 def cache_names() -> list[str]:
@@ -55,20 +65,46 @@ def make_case(
     dtype: str = "float32",
     seed: int = 0,
     noise: float | None = None,
+    kv: tuple[int, int] = (HEADS, DIM),
 ) -> Case:
-    """The oracle's side."""
-    rng, size, judged = (
-        np.random.default_rng(seed),
-        NOISE[dtype] if noise is None else noise,
-        plans(n, prompt),
-    )
+    """The oracle's side; `kv` are K and D."""
+    size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
+    return _case(plans(n, prompt), range(n), **given, dtype=dtype, seed=seed, size=size)
+
+
+def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
+    """The probe with its own oracle folder and a correct engine's runs in both lanes."""
+    judged = probe_plans(probe_tokens(VOCAB, n))
+    kept, size = probe_rows(n), NOISE[dtype]
+    case = _case(judged, kept, n=n, prompt=n, dtype=dtype, seed=seed, size=size, probe=True)
+    return Probed(case, make_candidates(case), make_algebra(case))
+
+
+def _case(
+    judged: dict[str, Plan],
+    kept: Sequence[int],
+    *,
+    n: int,
+    prompt: int,
+    dtype: str,
+    seed: int,
+    size: float,
+    kv: tuple[int, int] = (HEADS, DIM),
+    probe: bool = False,
+) -> Case:
+    """`kept` are the positions of the rows of logits."""
+    rng = np.random.default_rng(seed)
     arrays: dict[str, Array] = {
-        "logits": 8 * rng.standard_normal((n, VOCAB)),
-        "positions": np.arange(n, dtype=np.int32),
+        "logits": 8 * rng.standard_normal((len(kept), VOCAB)),
+        "positions": np.array(kept, np.int32),
     }
-    arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
-    truth = Trace(meta(judged["full"], engine="truth", dtype="float64"), arrays)
+    arrays |= {name: rng.standard_normal((kv[0], n, kv[1])) for name in cache_names()}
+    truth = Trace(
+        meta(judged["full"], engine="truth", dtype="float64", weights_dtype=dtype), arrays
+    )
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
+    members = [m for m in members if not m.startswith("eager")] if probe else members
+    kinds = ["sdpa"] if probe else ["eager", "sdpa"]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
     caches = {
         m: {name: noisy(arrays[name], rng, size / 8) for name in cache_names()} for m in members
@@ -76,14 +112,14 @@ def make_case(
     names = ("full", "step", "chunked")
     references = {
         name: Trace(
-            meta(judged[name], engine="transformers", dtype=dtype),
+            meta(judged[name], engine="transformers", dtype=dtype, weights_dtype=dtype),
             {"logits": runs[f"sdpa-{name}"], "positions": arrays["positions"]}
             | caches[f"sdpa-{name}"],
         )
         for name in names
         if name in judged
     }
-    floors = _raw_floors(truth.arrays, runs, caches)
+    floors = _raw_floors(truth.arrays, runs, caches, "chunked" if probe else "step")
     manifest = Manifest(
         source="default",
         name="tiny",
@@ -94,25 +130,40 @@ def make_case(
         dtype=dtype,
         prompt="The capital of France is" if prompt == PROMPT else None,
         prompt_tokens=prompt,
-        tokens=[t % VOCAB for t in range(3, 3 + n)],
-        texts=texts(n),
+        tokens=list(probe_tokens(VOCAB, n)) if probe else [t % VOCAB for t in range(3, 3 + n)],
+        texts=[] if probe else texts(n),
         plans={name: plan.digest for name, plan in judged.items()},
-        files={},
-        proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.5e-8},
+        files=dict.fromkeys(_files(judged), "0" * 64),
+        proofs={
+            "truth_agreement": 1.1e-13,
+            "transformers_double": 5.5e-16,
+            "truth_max": float(np.abs(arrays["logits"]).max()),
+            "float32_parts": 5.5e-8,
+        },
         generated=[],
-        pool=[],
-        pool_distinct=0,
+        pool=members,
+        pool_distinct=len(members) - 1,
         left_out={},
         ignored_keys=[],
         packed="",
         environment={"os": "Linux", "torch": "2.13.0", "threads": 2},
         inputs="i" * 64,
+        probe=probe,
     )
-    return Case(manifest, truth, references, Pool(members, ["eager", "sdpa"], len(members)), floors)
+    return Case(manifest, truth, references, Pool(members, kinds, len(members) - 1), floors)
+
+
+def _files(judged: Mapping[str, Plan]) -> list[str]:
+    kept = [f"reference-{name}" for name in judged if name in ("full", "step", "chunked")]
+    tensors = [f"{name}.safetensors" for name in ("truth", "floors", *kept)]
+    return [*tensors, *(f"plans/{name}.json" for name in judged)]
 
 
 def _raw_floors(
-    truth: Mapping[str, Array], runs: dict[str, Array], caches: dict[str, dict[str, Array]]
+    truth: Mapping[str, Array],
+    runs: dict[str, Array],
+    caches: dict[str, dict[str, Array]],
+    cached: str,
 ) -> dict[str, Array]:
     """The raw errors of the pool, written out a second time here."""
     errors = np.stack([run - truth["logits"] for run in runs.values()])
@@ -125,8 +176,9 @@ def _raw_floors(
     }
     floors["cached"] = np.stack(
         [
-            np.sqrt(((runs[f"{k}-step"].astype(np.float64) - runs[f"{k}-full"]) ** 2).mean(-1))
+            np.sqrt(((runs[f"{k}-{cached}"].astype(np.float64) - runs[f"{k}-full"]) ** 2).mean(-1))
             for k in ("eager", "sdpa")
+            if f"{k}-full" in runs
         ]
     )
     for kind in ("keys", "values"):
@@ -141,17 +193,18 @@ def _raw_floors(
 
 def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> dict[str, Trace]:
     """A correct engine's runs of the judged plans: rows for all positions, for prefixes the last
-    ones; step has its cache.
+    ones; the plan whose cache is judged has its cache.
     """
-    rng, dtype = np.random.default_rng(seed), case.manifest.dtype
+    rng, dtype, about = np.random.default_rng(seed), case.manifest.dtype, case.manifest
     size, runs = NOISE[dtype] if size is None else size, {}
-    for name, plan in plans(case.length, case.manifest.prompt_tokens).items():
-        first = case.manifest.prompt_tokens - 1 if name == "prefixes" else 0
+    judged = probe_plans(about.tokens) if about.probe else plans(case.length, about.prompt_tokens)
+    for name, plan in judged.items():
+        first = about.prompt_tokens - 1 if name == "prefixes" else 0
         arrays: dict[str, Array] = {
             "logits": noisy(case.truth.logits[first:], rng, size),
-            "positions": np.arange(first, case.length, dtype=np.int32),
+            "positions": case.truth.positions[first:],
         }
-        if name == "step":
+        if name == case.cached:
             arrays |= {kv: noisy(case.truth.arrays[kv], rng, size / 8) for kv in cache_names()}
         runs[name] = Trace(meta(plan, dtype=dtype), arrays)
     return runs
@@ -164,11 +217,9 @@ def make_algebra(case: Case, *, seed: int = 2) -> dict[str, Trace]:
         arrays: dict[str, Array] = {"positions": trace.positions}
         for key in trace.arrays:
             if key != "positions":
-                exact = (
-                    case.truth.arrays[key][trace.positions]
-                    if key == "logits"
-                    else case.truth.arrays[key]
-                )
+                exact = case.truth.arrays[key]
+                if key == "logits":
+                    exact = exact[np.searchsorted(case.truth.positions, trace.positions)]
                 arrays[key] = exact + 1e-13 * rng.standard_normal(exact.shape)
         runs[name] = Trace(
             replace(trace.meta, dtype="float64", probes={"matmul": 1e-16, "tanh": 2e-16}), arrays

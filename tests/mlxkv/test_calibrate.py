@@ -72,7 +72,7 @@ def test_the_proofs_and_the_floor_are_read_too() -> None:
         "control: stored errors of sdpa-step",
     ]
     assert of(ORACLE, "proof transformers_double") == [
-        Reading(ORACLE, "proof transformers_double", "-", 5.5e-8, 1e-6)
+        Reading(ORACLE, "proof transformers_double", "-", 5.5e-16, 1e-10)
     ]
     (floor,) = of(ORACLE, "noise floor over max |truth|")
     assert 1e-7 < floor.value < 1e-6
@@ -187,7 +187,7 @@ def test_the_command_measures_a_random_model_in_both_lanes(
     assert (value["dtype"], list(value["models"]), port["sigma"]["readings"]) == (
         "float16",
         ["gqa-0.02"],
-        4,
+        5,
     )
     assert port["algebra (float64)"]["largest"] < 1e-13
     assert all(r["within"] for r in value["readings"])

@@ -96,6 +96,10 @@ C1 = {
     ),
     "a chunk's mask without its offset": (
         faults.masked(faults.without_offset),
+        *("mixed", 2, "made in layer 0, after its keys and values: its attention (mask, "),
+    ),
+    "a mask that is wrong in the plan chunked alone": (
+        faults.masked(faults.in_chunked_alone),
         *("chunked", 3, "made in layer 0, after its keys and values: its attention (mask, "),
     ),
 }
@@ -255,7 +259,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     ),
     "a chunk's mask": (
         faults.masked(faults.without_offset),
-        *(0, "scores", "the mask: the offset of the call that starts at position 3 is missing"),
+        *(0, "scores", "the mask: the offset of the call that starts at position 2 is missing"),
     ),
     "a window of 16": (
         faults.masked(faults.window),
@@ -291,7 +295,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     ),
     "a swapped pair": (
         faults.turned(lambda p, w: p[:, None] * w, swap=True),
-        *(0, "q_rope", "RoPE: its pairing"),
+        *(0, "k_rope", "RoPE: its pairing"),
     ),
     "decoding one position late": (
         faults.turned(faults.late),
@@ -334,7 +338,7 @@ def test_no_tap_of_a_right_engine_stands_out(
     folder_of: FolderOf, tapped: Path, model_of: Callable[..., Llama]
 ) -> None:
     case, model = read_case(tapped), own_open.load(str(folder_of("gqa")), "float32")
-    for plan in ("full", "step", "chunked"):
+    for plan in ("full", "step", "chunked", "mixed"):
         found = opened(model, model_of("gqa"), case, tapped, plan)
         rest = first_tap(Located("located"), case.truth, found)
         assert rest is not None

@@ -68,15 +68,15 @@ def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(
         "gqa  float32  mlx 0."
     ), said[0]
     assert said[3].split() == ["gate", "plan", "value", "limit", "headroom", "where"]
-    assert said[-1].startswith("differ (logits, cache): sigma, ")
-    assert "; first wrong position 1 (plan " in said[-1]
+    assert said[-1].startswith("differ (logits, cache): first wrong position 1 (plan ")
+    assert "; gates: sigma, " in said[-1]
 
 
 def test_a_wrong_llama_fails_in_float64_too(answer: Path, tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", rms_norm_eps=1.01e-5))
     said = failing(mlxkv.load(folder, dtype="float64"), answer, plans=["full"])
     assert said.splitlines()[-1].startswith(
-        "differ (algebra): algebra (float64); first wrong position 0 (plan full"
+        "differ (algebra): first wrong position 0 (plan full, algebra (float64)); gates: algebra "
     )
 
 
@@ -94,7 +94,8 @@ def test_an_object_of_mlx_lms_convention_passes_and_fails(
     assert_agrees(own, answer)
     own.config["rope_theta"] = 10100.0
     said = failing(own, answer, plans=["full", "step"])
-    assert said.splitlines()[-1].startswith("OwnLlama: differ (logits, cache): sigma")
+    assert said.splitlines()[-1].startswith("OwnLlama: differ (logits, cache): first wrong ")
+    assert "; gates: sigma" in said.splitlines()[-1]
     assert "note: not compared: prefixes, chunked (no usable trace of that plan)" in said
 
 
@@ -136,7 +137,9 @@ def test_traces_pass_however_they_are_given(
 def test_a_wrong_trace_fails(answer: Path, traces: dict[str, trace.Trace]) -> None:
     one = traces["step"]
     bad = replace(one, arrays=dict(one.arrays) | {"logits": one.logits * 1.001})
-    assert failing(bad, answer).splitlines()[-1].startswith("differ (logits): sigma")
+    last = failing(bad, answer).splitlines()[-1]
+    assert last.startswith("differ (logits): first wrong position 0 ")
+    assert "; gates: sigma" in last
     # Only what is asked for is judged.
     assert_agrees(traces | {"step": bad}, answer, plans=["full"])
     # Under another plan's name it is not what it says.
@@ -149,7 +152,8 @@ def test_nothing_to_judge_is_refused_and_no_pass(
     for model in (own, traces):
         for plans in ([], ["stpe"]):
             with pytest.raises(
-                Refusal, match=r"plans: (none|stpe), expected some of chunked, full, prefixes, step"
+                Refusal,
+                match=r"plans: (none|stpe), expected some of chunked, full, mixed, prefixes, step",
             ):
                 assert_agrees(model, answer, plans=plans)
     with pytest.raises(Refusal, match=r"traces: none of plan full, expected one"):

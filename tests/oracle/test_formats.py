@@ -21,7 +21,7 @@ from oracle.formats.trace import Outcome
 
 ROOT = Path(__file__).parents[2]
 PLAN: dict[str, Any] = {
-    "format": "mlxkv-plan/1",
+    "format": "mlxkv-plan/2",
     "name": "p",
     "steps": [{"do": "new", "cache": "a"}, {"do": "call", "cache": "a", "tokens": [1, 2]}],
 }
@@ -56,6 +56,17 @@ def test_values_and_errors_are_put_into_one_line() -> None:
 
 STEPS: list[tuple[Any, str]] = [
     ({"do": "call", "cache": "a", "tokens": [1, 1.0]}, "steps[1].tokens[1] is 1.0, expected int"),
+    (
+        {"do": "call", "cache": "a", "tokens": [[1, 2], [3]]},
+        "steps[1]: tokens are rows of 1 to 2 ids, expected one length",
+    ),
+    ({"do": "call", "cache": "a", "tokens": [[1], 2]}, "steps[1]: tokens are ids and rows"),
+    ({"do": "call", "cache": "a", "tokens": [[1], []]}, "tokens[1] is [], expected array of"),
+    ({"do": "call", "cache": "a", "tokens": [[[1]]]}, "steps[1].tokens[0][0] is [1], expected int"),
+    (
+        {"do": "greedy", "cache": "a", "tokens": [[1]], "index_pos": 0, "n": 2},
+        "steps[1].tokens[0] is [1], expected int",
+    ),
     ({"do": "call", "cache": "a", "tokens": [True]}, "steps[1].tokens[0] is True, expected int"),
     ({"do": "call", "cache": "a", "tokens": [-1]}, "steps[1].tokens[0] is -1, expected int >= 0"),
     ({"do": "call", "cache": "a", "tokens": [2**31]}, "is 2147483648, expected int <= 2147483647"),
@@ -96,10 +107,19 @@ def test_a_step_that_no_engine_could_follow_is_named(step: Any, says: str) -> No
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format": "mlxkv-plan/2"}, "p.json: format is 'mlxkv-plan/2', expected 'mlxkv-plan/1'"),
+        ({"format": "mlxkv-plan/3"}, "p.json: format is 'mlxkv-plan/3', expected 'mlxkv-plan/2'"),
         ({"name": "../x"}, "p.json: plan '../x': its name becomes a file's"),
         ({"name": 3}, "p.json: name is 3, expected str"),
         ({"rows": "some"}, "p.json: rows is 'some', expected one of all, last"),
+        ({"rows": [0, 0]}, "p.json: plan 'p': rows are not in rising order, each once"),
+        ({"rows": [1, 0]}, "p.json: plan 'p': rows are not in rising order, each once"),
+        ({"rows": []}, "p.json: rows is [], expected array of length >= 1"),
+        ({"rows": [0, 2]}, "p.json: plan 'p': rows hold 2, which no call of the plan reaches"),
+        ({"rows": [True]}, "p.json: rows[0] is True, expected int"),
+        (
+            {"rows": [0], "format": "mlxkv-plan/1"},
+            "p.json: format is 'mlxkv-plan/1', expected 'mlxkv-plan/2' for a plan with rows named",
+        ),
         ({"row": "all"}, "p.json: unknown key 'row'"),
         ({"steps": {}}, "p.json: steps is {}, expected array"),
     ],

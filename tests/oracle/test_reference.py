@@ -2,6 +2,8 @@
 express.
 """
 
+import dataclasses
+
 import models
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
+from oracle.truth import llama as truth
 from oracle.truth.config import read_config
+from oracle.truth.weights import Weights
 
 N = 16
 TOKENS = models.tokens(N)
@@ -238,3 +242,29 @@ def test_reduced_float32_precision_is_refused(monkeypatch):
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     with pytest.raises(Refusal, match="ONEDNN_DEFAULT_FPMATH_MODE is BF16, expected STRICT"):
         reference.set_up(1)
+
+
+def distance(folder, **wrong):
+    """rms distance of the truth from transformers in float64, in units of max |T|."""
+    checkpoint = resolve(str(folder))
+    config = dataclasses.replace(read_config(checkpoint.config), **wrong)
+    weights = Weights(checkpoint, dtype="float32")
+    streams = truth.follow(weights, config, TOKENS, segments={"full": [N]})
+    out = np.zeros((N, config.vocab_size))
+    most, _ = truth.write_logits(streams, weights.head(config), out)
+    error = reference.Reference(checkpoint).double(TOKENS) - out
+    return float(np.sqrt(np.mean(error**2))) / most
+
+
+@pytest.mark.parametrize(("layers", "std"), [(3, 0.1), (40, 0.3), (3, 3.0)])
+def test_in_float64_no_part_of_transformers_is_float32(tmp_path, layers, std):
+    """Deep and large models make much of one rounding: by .double() alone they read up to 1e-5."""
+    config, seeded = models.config_of("gqa", num_hidden_layers=layers), torch.manual_seed(0)
+    tensors = {
+        name: tensor if tensor.ndim == 1 else std * torch.randn(tensor.shape, generator=seeded)
+        for name, tensor in models.tensors_of(config).items()
+    }
+    made = models.write(tmp_path / "m", config, tensors)
+    assert 0 < distance(made) < 1e-12
+    assert distance(made, eps=1.1e-5) > 1e-8
+    assert distance(made, theta=config["rope_theta"] * 1.0001) > 1e-8

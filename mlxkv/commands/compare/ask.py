@@ -28,8 +28,8 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others. `has_oracle` says that the command has
-    the option --oracle, for its messages.
+    `name` tells one of several requests from the others. `quick` leaves the probe out. `has_oracle`
+    says that the command has the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -47,6 +47,7 @@ class Request:
     engine: str = "port"
     prompt_tokens: int | None = None
     name: str | None = None
+    quick: bool = False
     has_oracle: bool = False
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
-from mlxkv.report.phrases import Side, cause, sentence
+from mlxkv.report.page import not_exercised
+from mlxkv.report.phrases import Side, sentence, unseen
 from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side
 
 _GATES = {
@@ -34,6 +35,7 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
         "",
         *columns(_HEAD, rows, left={0, 6}),
         "",
+        *([line] if (line := unseen(prompts.longest)) else []),
         f"{sentence_on_all(prompts)}; of {n} prompts the worst is {prompts.worst}",
         f"report: {report}",
     ]
@@ -56,18 +58,18 @@ def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]
         [f"**{sentence_on_all(prompts)}**"],
         [how],
         ["## Prompts", "", *markdown_table((*_HEAD, "all of it"), rows, left={0, 6, 7})],
+        not_exercised(prompts.longest),
         ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])],
         ["## Reproduce", "", "```sh", *commands, "```"],
     ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
 def _cells(verdict: Verdict) -> list[str]:
     """tokens, the gates' values (a dash where one did not run), the verdict."""
     values = {gate.name: gate_cells(gate)[2] for gate in verdict.worst}
-    found = cause(verdict)
     return [
         str(len(verdict.subject.tokens)),
         *(values.get(name, "-") for name in _GATES),
-        sentence(verdict) + (f"; {found}" if found else ""),
+        sentence(verdict),
     ]

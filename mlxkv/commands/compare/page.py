@@ -42,9 +42,7 @@ def console(compared: Compared, out: Path) -> str:
     text = terminal.console(compared.verdict, manifest, sides=compared.sides, report=where)
     if third is None:
         return text
-    name, cause = third.subject.engine, phrases.cause(third)
-    lines = [f"cause: {cause}"] if cause else []
-    return text + "".join(f"{name}: {line}\n" for line in (*lines, phrases.sentence(third)))
+    return f"{text}{third.subject.engine}: {phrases.sentence(third)}\n"
 
 
 def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:

@@ -50,8 +50,8 @@ def look(base: Located, truth: Trace, opened: Opened) -> Located | None:
             return _located(base, truth, opened, wrong, rows)
     if not rows or rows[-1].tap != "hidden" or rows[-1].layer != count(truth) - 1:
         return None
-    order, positions, _ = measure.in_order(opened.run)
-    its = truth.logits[positions]
+    _, order, wanted = measure.beside(opened.run, truth)
+    its = truth.logits[wanted]
     dtype = opened.run.meta.dtype
     near = SLACK[dtype] * float(np.abs(its).max())
     words = hints.behind(opened.run.logits[order], its, near=near, dtype=dtype) or hints.HEAD

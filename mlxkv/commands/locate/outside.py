@@ -16,13 +16,13 @@ from mlxkv.commands.locate import hints, turns
 from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import Layer
 from mlxkv.commands.locate.rows import narrower
-from mlxkv.judge import measure
+from mlxkv.judge import layout, measure
 from mlxkv.judge.admission import cache_reasons
 from mlxkv.judge.case import CACHE, ORDER, Case
 from mlxkv.judge.floors import cache_floors
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Bools, Floats
-from mlxkv.judge.result import Strip, Verdict, plain
+from mlxkv.judge.result import Curve, Strip, Verdict, plain
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
@@ -109,22 +109,23 @@ def _held(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> tuple[Held
     first = verdict.first_wrong.plan if verdict.first_wrong else None
     wanted = [plan for plan in dict.fromkeys((first, *ORDER)) if plan in failed]
     for plan in wanted:
-        ratios = _floors_of(case, runs.get(plan))
-        if plan is not None and ratios is not None:
-            return Held(plan, runs[plan], *ratios), ""
+        held = None if plan is None else _measured(case, plan, runs.get(plan))
+        if held is not None:
+            return held, ""
     named = " or ".join(str(plan) for plan in wanted) or str(first)
     return None, f"no keys and values of plan {named} to read the layer from"
 
 
-def _floors_of(case: Case, run: Trace | None) -> tuple[Floats, Floats] | None:
-    """Floors and errors in floors; None without keys and values to read."""
-    if run is None or run.kv(CACHE, 0) is None or cache_reasons(run, case.truth):
-        return None
+def _measured(case: Case, plan: str, run: Trace | None) -> Held | None:
+    """The cache of a run, laid out as the truth's; None without keys and values to read."""
     largest = measure.cache_largest(case.truth)
-    if largest is None:
+    if run is None or run.kv(CACHE, 0) is None or largest is None:
+        return None
+    run = layout.as_truth(run, case.truth)
+    if cache_reasons(run, case.truth):
         return None
     floors = cache_floors(case, largest)
-    return floors, measure.cache_errors(run, case.truth)[0] / floors
+    return Held(plan, run, floors, measure.cache_errors(run, case.truth)[0] / floors)
 
 
 def first_wrong(ratios: Floats) -> tuple[int, Bools] | None:
@@ -241,8 +242,8 @@ def _keys(layer: Layer) -> str:
 
 def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     """Of wrong logits after a cache that is right in every layer."""
-    order, positions, _ = measure.in_order(held.run)
-    mine, its = held.run.logits[order], case.truth.logits[positions]
+    _, of_run, of_truth = measure.beside(held.run, case.truth)
+    mine, its = held.run.logits[of_run], case.truth.logits[of_truth]
     floors = np.asarray(case.floors["rms"], np.float64).max()
     found = hints.behind(mine, its, near=NEAR * float(floors), dtype=case.manifest.dtype)
     within = "keys and values are within their limits in every layer"
@@ -250,8 +251,8 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
         return replace(base, hint=f"{within}: behind the layers: {found}")
     last = held.ratios.shape[1] - 1
     curve = next((curve for curve in verdict.curves if curve.plan == held.plan), None)
-    by_row = np.array(curve.rms) / np.array(verdict.floor)[list(curve.positions)] if curve else None
-    if by_row is not None and len(by_row) == case.length and _alone(by_row):
+    by_row = _in_floors(verdict, curve) if curve else np.zeros(0)
+    if len(by_row) == case.length and _alone(by_row):
         rows = _which(_above(by_row), held.run.meta.plan)
         made = f"made in layer {last}, the last, after its keys and values"
         hint = f"{within}: {made}: {ATTENTION} (logits are wrong {rows})"
@@ -267,12 +268,10 @@ def by_calls(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> str | N
     """
     curves = {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves}
     at = range(case.manifest.prompt_tokens, case.length)
-    found = {plan: _floors_of(case, runs.get(plan)) for plan in ("full", "step")}
-    rows = [of[1][:, 0][..., list(at)] for of in found.values() if of is not None]
-    if len(rows) == 2 and at and _uneven(*rows):
-        of = found["full"]
-        assert of is not None
-        return _reduced(case, of[0][:, 0] * of[1][:, 0], list(at))
+    found = [_measured(case, plan, runs.get(plan)) for plan in ("full", "step")]
+    rows = [held.ratios[:, 0][..., list(at)] for held in found if held is not None]
+    if found[0] is not None and len(rows) == 2 and at and _uneven(*rows):
+        return _reduced(case, found[0].floors[:, 0] * found[0].ratios[:, 0], list(at))
     logits = [[curves[p][i] for i in at] for p in ("full", "step") if p in curves]
     if len(logits) < 2 or not at or not _uneven(*map(np.array, logits)):
         return None
@@ -307,9 +306,15 @@ def _growing(verdict: Verdict) -> bool:
     full = next((curve for curve in verdict.curves if curve.plan == "full"), None)
     if full is None or len(full.positions) < 16:
         return False
-    ratios = np.array(full.rms) / np.array(verdict.floor)[list(full.positions)]
-    quarters = [float(np.median(part)) for part in np.array_split(ratios, 4)]
+    quarters = [float(np.median(part)) for part in np.array_split(_in_floors(verdict, full), 4)]
     return quarters == sorted(quarters) and quarters[-1] > UNEVEN * quarters[0]
+
+
+def _in_floors(verdict: Verdict, curve: Curve) -> Floats:
+    """A plan's errors by position, in noise floors."""
+    floors = dict(zip(verdict.floor_at, verdict.floor, strict=True))
+    floor = np.array([floors[position] for position in curve.positions])
+    return np.asarray(np.array(curve.rms) / floor)
 
 
 def _which(rows: Bools, plan: Plan) -> str:

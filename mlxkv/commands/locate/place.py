@@ -21,14 +21,21 @@ from mlxkv.commands.locate.opened import Opened
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Strip, Verdict, plain
+from mlxkv.judge.result import FirstWrong, Gate, Strip, Verdict, plain
 from oracle.formats.trace import Trace
 
 
 def failing_plan(verdict: Verdict) -> str | None:
-    """The first of the judged plans that lane A found wrong: the one to record taps of."""
-    failed = {g.plan for g in verdict.gates if g.scope == "algebra" and g.failed}
-    return next((plan for plan in ORDER if plan in failed), None)
+    """Of the judged plans that lane A found wrong the one that is wrong first: to record taps of.
+
+    Of several the first in the order of the plans.
+    """
+    failed = [g for g in verdict.gates if g.scope == "algebra" and g.failed and g.plan in ORDER]
+
+    def start(gate: Gate) -> tuple[float, int]:
+        return math.inf if gate.first is None else gate.first, ORDER.index(gate.plan)
+
+    return min(failed, key=start).plan if failed else None
 
 
 def locate(
@@ -185,8 +192,8 @@ def _hint(layer: Layer, first: TapRow) -> str:
     assert first.first is not None
     if first.tap != "logits":
         return hints.explain(layer, first.tap, first.first, first.heads)
-    order, positions, _ = measure.in_order(layer.run)
-    mine, its = layer.run.logits[order], layer.truth.logits[positions]
+    _, rows, wanted = measure.beside(layer.run, layer.truth)
+    mine, its = layer.run.logits[rows], layer.truth.logits[wanted]
     found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()), dtype="float64")
     return f"behind the layers: {found or hints.HEAD}"
 

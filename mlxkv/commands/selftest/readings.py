@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlxkv.judge import limits, measure
+from mlxkv.judge.cache_gates import ratio_gates
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
-from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
+from mlxkv.judge.gates import Yardstick, logit_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
+from oracle.formats import proofs
 
 PORT, MEMBERS, ORACLE = "port", "members", "oracle"
 """Whose reading: the port's, that of a member of the pool that was held out, or one of the oracle's
@@ -77,7 +79,8 @@ def of_members(case: Case) -> list[Reading]:
     found = []
     for i, member in enumerate(case.pool.members):
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
-        run = Measures(np.arange(case.length), rms, shift, peak, truth.best)
+        at = np.asarray(case.truth.positions)
+        run = Measures(at, np.arange(len(at)), rms, shift, peak, truth.best)
         floors = logit_floors(case, truth, without=member)
         gates = [
             g
@@ -96,14 +99,14 @@ def of_oracle(case: Case, judged: Verdict) -> list[Reading]:
     largest = measure.truth_rows(case.truth).largest.max()
     floor = float(np.sqrt(np.mean(np.square(judged.floor))) / largest)
     most = limits.FLOOR_MOST[case.manifest.dtype]
-    proofs = [
+    proved = [
         (f"proof {name}", case.manifest.proofs[name], limit)
-        for name, limit in limits.PROOFS.items()
+        for name, limit in proofs.limits_of(case.manifest).items()
     ]
     stored = [
         (f"control: {c.name}", c.value, c.limit) for c in judged.controls if c.quantity != "sigma"
     ]
-    every = [*proofs, ("noise floor over max |truth|", floor, most), *stored]
+    every = [*proved, ("noise floor over max |truth|", floor, most), *stored]
     return [Reading(ORACLE, gate, "-", value, limit) for gate, value, limit in every]
 
 

@@ -171,7 +171,7 @@ def branched(step: Plan, vocab: int) -> Plan:
     begun = Call("parent", prompt.tokens, prompt.index_pos)
     steps: list[Step] = [New("parent"), begun, Clone("parent", "a")]
     for one in rest:
-        other = tuple((token + 1) % vocab for token in one.tokens)
+        other = tuple((token + 1) % vocab for token in one.batch[0])
         steps += [one, Call("parent", other, one.index_pos)]
     return Plan("branch", tuple(steps))
 

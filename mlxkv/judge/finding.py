@@ -1,0 +1,141 @@
+"""What a wrong run shows of itself, in words: numbers that are none, and too few digits.
+
+Both are read off the trace's own numbers, so that they are known whatever the cause is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mlxkv.judge.case import CACHE
+from mlxkv.judge.measure import Bools, beside, blocks, rows_of
+from mlxkv.judge.result import GateName
+from mlxkv.judge.sequence import Judged
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
+
+_DISTINCT = 4
+"""A row of fewer different numbers may consist of short ones by chance, as zeros do."""
+
+
+def finding(sequences: Sequence[Judged]) -> str:
+    """The first that applies, "" if none: a clause without a full stop."""
+    for look in (_not_finite, _not_finite_cache, _coarse_logits, _coarse_cache):
+        for one in sequences:
+            if words := look(one):
+                return words
+    return ""
+
+
+def _not_finite(one: Judged) -> str:
+    names = (GateName.FINITE, GateName.ALGEBRA)
+    wrong = [g for g in one.gates if g.failed and g.name in names and g.first is not None]
+    exact = [g for g in wrong if g.name == GateName.ALGEBRA and not math.isfinite(g.value)]
+    found = [g for g in wrong if g.name == GateName.FINITE] or exact
+    if not found:
+        return ""
+    gate = min(found, key=lambda g: g.first or 0)
+    runs, how = (one.exact, " in float64") if gate in exact else (one.runs, "")
+    position, plans = gate.first or 0, [g.plan for g in found]
+    row = runs[gate.plan].logits[rows_of(runs[gate.plan], [position])[0]]
+    most = max(g.value for g in found) if not how else 0
+    more = f" and of {most - 1:g} more" if most > 1 else ""
+    where = f"{_plans(one, plans)}{how}"
+    return f"the logits of position {position}{more} are {_kind(row)} in {where}"
+
+
+def _not_finite_cache(one: Judged) -> str:
+    for kind, name in (("keys", GateName.KEYS_WORST), ("values", GateName.VALUES_WORST)):
+        for gate in one.gates:
+            if gate.name == name and gate.failed and not math.isfinite(gate.value):
+                pair = one.runs[gate.plan].kv(CACHE, gate.layer or 0)
+                row = pair[kind == "values"][gate.head, gate.position] if pair else np.array([])
+                where = f"position {gate.position}, layer {gate.layer}, head {gate.head}"
+                of = _plans(one, [gate.plan])
+                return f"the {kind} of {where} are {_kind(row)} in the cache of {of}"
+    return ""
+
+
+def _kind(row: Array) -> str:
+    return "NaN" if np.isnan(row).any() else "infinite"
+
+
+def _coarse_logits(one: Judged) -> str:
+    lanes = ((one.runs, one.case.manifest.dtype, "logits"), (one.exact, "float64", "algebra"))
+    for runs, dtype, scope in lanes:
+        plans = {g.plan for g in one.gates if g.failed and g.scope == scope and g.plan in runs}
+        found: dict[tuple[str, str], list[str]] = {}
+        for plan in (plan for plan in runs if plan in plans):
+            if told := _coarse(runs[plan], one.case.truth, dtype):
+                found.setdefault(told, []).append(plan)
+        for (coarse, where), of in found.items():
+            held = f"hold {coarse} numbers only, though the run is {dtype}"
+            return f"the logits of {_plans(one, of)} {where}{held}"
+    return ""
+
+
+def _coarse(run: Trace, truth: Trace, dtype: str) -> tuple[str, str] | None:
+    """The coarser dtype that rows of logits are exact in, and from which position on."""
+    at, rows, _ = beside(run, truth)
+    for coarse, exact in _COARSER[dtype].items():
+        if not exact(np.asarray(run.logits[rows[-1]]))[()]:
+            continue  # a fault that begins somewhere is still there in the last row
+        short = np.empty(len(rows), bool)
+        for part in blocks(len(rows), run.logits.shape[1]):
+            short[part] = exact(np.asarray(run.logits[rows[part]]))
+        first = int(np.flatnonzero(~short)[-1]) + 1 if not short.all() else 0
+        return coarse, f"from position {at[first]} on " if first else ""
+    return None
+
+
+def _coarse_cache(one: Judged) -> str:
+    run, dtype = one.runs.get(one.case.cached), one.case.manifest.dtype
+    failed = any(g.failed and g.name.startswith(("keys", "values")) for g in one.gates)
+    arrays = [a for n, a in run.arrays.items() if n.startswith(f"kv/{CACHE}/")] if run else []
+    for coarse, exact in _COARSER[dtype].items() if failed else ():
+        if arrays and all(exact(np.asarray(array)).all() for array in arrays):
+            what = f"hold {coarse} numbers only, though the run is {dtype}"
+            return f"the keys and values in the cache of {_plans(one, [one.case.cached])} {what}"
+    return ""
+
+
+def _plans(one: Judged, plans: Sequence[str]) -> str:
+    if set(plans) == set(one.runs) and len(plans) > 1:
+        return "every plan"
+    named = [one.shown(plan) for plan in plans]
+    return f"plan{'s' if len(named) > 1 else ''} {', '.join(named)}"
+
+
+def _several(x: Array) -> Bools:
+    """Of each row, the last axis, whether it has several different numbers."""
+    ranked = np.sort(x, axis=-1)
+    least = min(_DISTINCT, x.shape[-1])
+    return np.asarray((np.diff(ranked, axis=-1) != 0).sum(-1) + 1 >= least)
+
+
+def _float16(x: Array) -> Bools:
+    with np.errstate(over="ignore"):
+        same = x == x.astype(np.float16)
+    return np.asarray(same.all(-1)) & _several(x)
+
+
+def _bfloat16(x: Array) -> Bools:
+    """The upper half of a float32 is a bfloat16."""
+    half = np.asarray(x, np.float32).view(np.uint32) & 0xFFFF
+    return np.asarray((half == 0).all(-1)) & _several(x)
+
+
+def _float32(x: Array) -> Bools:
+    return np.asarray((x == x.astype(np.float32)).all(-1)) & _several(x)
+
+
+# bfloat16 first: of the usual size, such numbers are float16 numbers too.
+_COARSER: Mapping[str, Mapping[str, Callable[[Array], Bools]]] = {
+    "float64": {"float32": _float32},
+    "float32": {"bfloat16": _bfloat16, "float16": _float16},
+    "float16": {"bfloat16": _bfloat16},
+    "bfloat16": {},
+}

@@ -1,0 +1,157 @@
+"""One sequence judged: an engine's runs beside one oracle folder. No verdict is given here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxkv.judge import limits, measure
+from mlxkv.judge.admission import admit, case_reasons
+from mlxkv.judge.cache_gates import algebra_cache_gates, cache_gates
+from mlxkv.judge.case import Case
+from mlxkv.judge.controls import Trust, trust
+from mlxkv.judge.gates import (
+    Yardstick,
+    algebra_gates,
+    cached_gate,
+    logit_gates,
+    pooled,
+)
+from mlxkv.judge.measure import Measures
+from mlxkv.judge.repeats import repeat_gates
+from mlxkv.judge.result import Gate, GateName
+from oracle.formats.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """The gates on one sequence, why they leave the verdict open, notes, and all they stand on.
+
+    `runs` are the traces measured in the run's dtype, `exact` those in float64, `repeats` those of
+    plans followed a second time. `name` is "probe" for the probe's sequence, else "".
+    """
+
+    name: str
+    yardstick: Yardstick
+    trusted: Trust
+    runs: Mapping[str, Trace]
+    exact: Mapping[str, Trace]
+    repeats: Mapping[str, Trace]
+    measures: Mapping[str, Measures]
+    gates: tuple[Gate, ...]
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def case(self) -> Case:
+        return self.yardstick.case
+
+    @property
+    def differs(self) -> bool:
+        """Whether a gate failed whose measure can be trusted.
+
+        A number that is not finite is wrong, whatever measures it; and so is one that changes.
+        """
+        always, covers = (GateName.FINITE, GateName.REPEAT), self.trusted.covers
+        return any(g.failed and (g.name in always or covers(g.scope)) for g in self.gates)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the verdict is open, of this sequence."""
+        found = [*self.trusted.reasons, *self.reasons]
+        return [f"{self.name}: {reason}" if self.name else reason for reason in found]
+
+    def shown(self, plan: str) -> str:
+        """A plan's name in the verdict."""
+        return _shown(self.name, plan)
+
+
+def sequence(
+    case: Case,
+    candidates: Mapping[str, Trace],
+    algebra: Mapping[str, Trace],
+    repeats: Mapping[str, Trace],
+    *,
+    name: str = "",
+) -> Judged | list[str]:
+    """The traces, by plan, measured by an oracle folder; or why that folder cannot serve."""
+    yardstick = _yardstick(case)
+    if not isinstance(yardstick, Yardstick):
+        return yardstick
+    runs, refused = admit(case, candidates, case.manifest.dtype)
+    exact, exact_refused = admit(case, algebra, "float64")
+    again, again_refused = admit(case, repeats, case.manifest.dtype)
+    measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
+    gates, reasons, notes = _gates(yardstick, measures, runs, exact, again)
+    refused += [*exact_refused, *(f"repeat: {reason}" for reason in again_refused)]
+    for plan, run in measures.items():
+        notes += _near(yardstick, _shown(name, plan), run)
+    return Judged(
+        name=name,
+        yardstick=yardstick,
+        trusted=trust(yardstick),
+        runs=runs,
+        exact=exact,
+        repeats=again,
+        measures=measures,
+        gates=tuple(gates),
+        reasons=(*refused, *reasons),
+        notes=tuple(notes),
+    )
+
+
+def _gates(
+    yardstick: Yardstick,
+    measures: Mapping[str, Measures],
+    runs: Mapping[str, Trace],
+    exact: Mapping[str, Trace],
+    again: Mapping[str, Trace],
+) -> tuple[list[Gate], list[str], list[str]]:
+    """All gates, what leaves the verdict open, and notes on the cache."""
+    case, logits = yardstick.case, list[Gate]()
+    algebra = algebra_gates(yardstick, exact)
+    of_exact, exact_odd = algebra_cache_gates(yardstick, exact, algebra)
+    for plan, run in measures.items():
+        logits += logit_gates(yardstick, plan, run)
+    changing, apart = repeat_gates(yardstick, runs, again)
+    cached = cached_gate(yardstick, runs)
+    of_cache, odd, notes = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
+    gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
+    return gates, [*exact_odd, *apart, *odd], notes
+
+
+def _shown(name: str, plan: str) -> str:
+    return f"{name} {plan}" if name else plan
+
+
+def _yardstick(case: Case) -> Yardstick | list[str]:
+    reasons = case_reasons(case)
+    if reasons:
+        return reasons
+    yardstick = Yardstick.of(case)
+    largest, cache = yardstick.truth.largest, yardstick.cache_largest
+    finite = np.isfinite(largest).all() and (cache is None or np.isfinite(cache).all())
+    if finite and largest.max() > 0:
+        return yardstick
+    what = "holds numbers that are not finite, or only zeros; make the folder again"
+    return [f"{case.truth.label}: {what}"]
+
+
+def _near(yardstick: Yardstick, shown: str, run: Measures) -> list[str]:
+    """A note on a float32 run nearer to the truth than any that computes in float32 throughout.
+
+    To be accurate is no mistake: an engine may compute in float64 inside, or make its tables so.
+    Whether the pool is too far from the truth is asked of the pool itself. The ratio is to what its
+    members read: a floor that was raised to one ulp makes a small sigma and says nothing. Nor does
+    the mean of n runs, where no sigma can be below 1 / sqrt(n).
+    """
+    case = yardstick.case
+    if case.manifest.dtype != "float32" or not case.has_truth:
+        return []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sigma = pooled(run.rms / yardstick.floors.pool[run.rows])
+    if not sigma < limits.SIGMA_LEAST:
+        return []
+    return [f"plan {shown}: sigma is {sigma:.2g}: nearer to the truth than float32 throughout is"]
