@@ -68,7 +68,7 @@ class MlxLmRunner(PlanRunner):
         why = "mlx-lm takes the position from its cache"
         self.check_position(index_pos, self.held(name), why)
         logits = self.model(mx.array(rows), cache=self.caches[name])
-        return host(logits[:, mx.array(places)])
+        return host(logits[:, mx.array([*places])])
 
     def nothing(self) -> Array:
         """(0, V)"""

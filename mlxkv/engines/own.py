@@ -113,7 +113,7 @@ class OwnRunner(PlanRunner):
                 raise
             raise Inexpressible(f"a batch of {len(rows)}, as {error.what}") from error
         self.fed[name] = 0 if cache is None else held + len(rows[0])
-        return host(logits[:, mx.array(places)])
+        return host(logits[:, mx.array([*places])])
 
     def _logits(self, rows: Batch, cache: Any) -> Any:
         """The model's logits, an mx.array (B, L, V)."""
@@ -204,6 +204,14 @@ def require(model: Any, name: str) -> Any:
     return model
 
 
+def says(model: Any) -> dict[str, Any]:
+    """What a model says of itself for its traces' environment.
+
+    One with `deterministic = False` need not give the same bits when it is asked again.
+    """
+    return {"deterministic": False} if getattr(model, "deterministic", True) is False else {}
+
+
 def load(source: Source, folder: str, dtype: str) -> Any:
     """What the function gives for the folder, its file executed as a module.
 
@@ -231,18 +239,16 @@ def follow(job: Job) -> None:
     source = find(job.custom)
     environment, checkpoint = job.prepare(job.device)
     model = load(source, str(checkpoint.folder), job.dtype)
-    facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
-    if getattr(model, "deterministic", True) is False:
-        facts |= {"deterministic": False}  # the judge asks for it
+    facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)} | says(model)
     meta = job.meta(checkpoint, facts, engine=source.name, version="")
 
-    vocab, heads = checkpoint.vocab_size, heads_of(checkpoint.config)
     if job.taps:
         from mlxkv.engines import own_taps
         from mlxkv.port.config.llama import LlamaConfig
 
         own_taps.follow(job, model, LlamaConfig.of(checkpoint), meta)
         return
+    vocab, heads = checkpoint.vocab_size, heads_of(checkpoint.config)
 
     def begin(plan: Plan) -> tuple[OwnRunner, Meta]:
         return OwnRunner(model, plan, name=source.name, vocab=vocab, heads=heads), meta

@@ -36,11 +36,6 @@ class Shapes:
 
     config: LlamaConfig
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """K and D."""
-        return self.config.num_key_value_heads, self.config.head_dim
-
     def of(self, name: str, L: int, S: int) -> list[int]:
         c = self.config
         if name == "scores":
@@ -58,15 +53,15 @@ class OwnTapRunner(OwnRunner):
     """An OwnRunner that keeps what the model hands out after each call."""
 
     def __init__(
-        self, model: Any, plan: Plan, recorder: Recorder, shapes: Shapes, *, name: str, vocab: int
+        self, model: Any, plan: Plan, recorder: Recorder, shapes: Shapes, **of_model: Any
     ) -> None:
-        super().__init__(model, plan, name=name, vocab=vocab, heads=shapes.heads)
+        super().__init__(model, plan, **of_model)
         self.recorder, self.shapes = recorder, shapes
 
     def forward(
         self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
     ) -> Array:
-        """(1, len(places), V)"""
+        """(1, len(places), V): a plan that is looked into has no batch."""
         held, width = self.held(name), len(rows[0])
         self.recorder.begin(held)
         logits = super().forward(name, rows, index_pos, places)
@@ -119,13 +114,14 @@ def _is_place(key: Any) -> bool:
 def follow(job: Job, model: Any, config: LlamaConfig, meta: Meta) -> None:
     """Writes a trace with taps of each of the job's plans; without any where there is no `taps`."""
     seconds, has = 0.0, callable(getattr(model, "taps", None))
+    of_model: dict[str, Any] = {"name": meta.engine, "vocab": config.vocab_size}
+    of_model["heads"] = config.num_key_value_heads, config.head_dim
     with bar(f"taps ({job.dtype})", len(job.plans)) as advance:
         for plan in job.plans:
-            recorder, name, vocab = Recorder(plan.longest), meta.engine, config.vocab_size
-            shapes = Shapes(config)
-            runner = OwnRunner(model, plan, name=name, vocab=vocab, heads=shapes.heads)
+            recorder = Recorder(plan.longest)
+            runner = OwnRunner(model, plan, **of_model)
             if has:
-                runner = OwnTapRunner(model, plan, recorder, shapes, name=name, vocab=vocab)
+                runner = OwnTapRunner(model, plan, recorder, Shapes(config), **of_model)
             runner.run()
             made = replace(meta, plan=plan, outcomes=runner.outcomes)
             write(job.trace(plan), made, runner.arrays() | recorder.arrays)

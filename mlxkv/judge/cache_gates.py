@@ -21,6 +21,8 @@ from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.trace import Trace
 
+_LIMITS = (limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST)
+"""Of the median over positions, the 95th percentile, the worst row."""
 _OF_KIND: dict[Kind, tuple[GateName, GateName, GateName]] = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
     "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
@@ -35,7 +37,7 @@ def cache_gates(
     `others` are all gates on logits and that of cached against uncached. Each of them must have
     run and passed, or no other layout is looked for.
     """
-    case, largest, sound = yardstick.case, yardstick.cache_largest, _sound(others)
+    case, largest, sound = yardstick.case, yardstick.cache_largest, _passed(others)
     why, odd = _unread(yardstick, cached, sound=sound)
     if cached is None or largest is None or why is not None:
         gates = [gate for kind in KINDS for gate in _left_out(case, kind, f"not run: {why}")]
@@ -69,7 +71,7 @@ def algebra_cache_gates(
     ran = any(gate.ran and gate.plan == case.cached for gate in others)
     if cached is None or not ran or layers(cached) == 0:
         return [], []
-    sound = all(gate.ran and not gate.failed for gate in others)
+    sound = _passed(others)
     odd = cache_reasons(cached, case.truth)
     if (odd and not (sound and _shaped(case, cached))) or largest is None:
         why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
@@ -113,10 +115,9 @@ def _kind_gates(
     return _ratios_of(case, kind, rms / floor), [note]
 
 
-def _sound(gates: Sequence[Gate]) -> bool:
-    """Whether each gate ran and passed, that of cached against uncached among them."""
-    cached = any(gate.name == GateName.CACHED for gate in gates)
-    return cached and all(gate.ran and not gate.failed for gate in gates)
+def _passed(gates: Sequence[Gate]) -> bool:
+    """Whether each gate ran and passed."""
+    return all(gate.ran and not gate.failed for gate in gates)
 
 
 def _shaped(case: Case, cached: Trace) -> bool:
@@ -141,7 +142,7 @@ def _unread(
 
 def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
     """The gates on one kind's `of` (layers, K, n)."""
-    names, (median, most, worst) = _OF_KIND[kind], _limits()
+    names, (median, most, worst) = _OF_KIND[kind], _LIMITS
     return [
         _over_rows(case, names[0], of, np.median(of, axis=-1), median),
         _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
@@ -151,12 +152,8 @@ def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
 
 def _left_out(case: Case, kind: Kind, why: str) -> list[Gate]:
     """The gates on keys, or on values, that did not run."""
-    pairs = zip(_OF_KIND[kind], _limits(), strict=True)
+    pairs = zip(_OF_KIND[kind], _LIMITS, strict=True)
     return [not_run(name, case.cached, limit, why) for name, limit in pairs]
-
-
-def _limits() -> tuple[float, float, float]:
-    return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:

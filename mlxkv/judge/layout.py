@@ -116,12 +116,12 @@ def same_shape(trace: Trace, truth: Trace, kind: Kind) -> bool:
 
 
 def shaped(trace: Trace, truth: Trace, kind: Kind) -> bool:
-    """Whether every layer's keys or values have as many numbers as the truth's, in any shape."""
+    """Whether each layer has keys, or values, of one shape, with as many numbers as the truth's."""
     names = [_name(layer, kind) for layer in range(layers(truth))]
-    return all(
-        name in trace.arrays and trace.arrays[name].size == truth.arrays[name].size
-        for name in names
-    )
+    if any(name not in trace.arrays for name in names):
+        return False
+    sizes = all(trace.arrays[name].size == truth.arrays[name].size for name in names)
+    return sizes and len({trace.arrays[name].shape for name in names}) == 1
 
 
 def undoing(trace: Trace, truth: Trace, kind: Kind) -> tuple[Callable[[Array], Array] | None, str]:

@@ -122,6 +122,9 @@ def _of_probe(probe: Judged) -> Iterable[str]:
     for plan in (plan for plan in ORDER if plan in probe.case.manifest.plans):
         if plan not in compared:
             yield f"plan {probe.shown(plan)}: no usable trace of it"
+        elif probe.exact and plan not in probe.exact:
+            instead = ", ".join(probe.exact)
+            yield f"plan {probe.shown(plan)} in float64: there {instead} stands for it"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

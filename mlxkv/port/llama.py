@@ -172,8 +172,9 @@ class Llama(nn.Module):
         They are float32, or float64 where the weights are. `tokens` (B, L) are ids. `index_pos` is
         the position of the first of them; None leaves it to the cache. `places`, from 0 to L - 1,
         are those of the tokens whose logits are wanted, (B, len(places), V), whatever
-        `all_positions` says. `tap(layer, name, array)` is shown what each layer computes, under the names of `oracle.formats.trace.TAPS`, and what
-        enters layer 0 as `embedding`; what it returns for `hidden` replaces that layer's output.
+        `all_positions` says. `tap(layer, name, array)` is shown what each layer computes, under the
+        names of `oracle.formats.trace.TAPS`, and what enters layer 0 as `embedding`; what it
+        returns for `hidden` replaces that layer's output.
 
         Raises CacheError, a ValueError, for a call that the cache refuses. A guarded cache is then
         as it was before the call.

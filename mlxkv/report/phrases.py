@@ -98,7 +98,7 @@ def cause(verdict: Verdict) -> str | None:
     found = verdict.cause
     if found is None:
         return None
-    against = f"sigma {found.sigma:.2f} against a truth with that mistake"
+    against = f"sigma {found.sigma:.2f} against {found.against}"
     return f"looks like {found.words} ({against})"
 
 

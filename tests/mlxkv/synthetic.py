@@ -66,10 +66,15 @@ def make_case(
     seed: int = 0,
     noise: float | None = None,
     kv: tuple[int, int] = (HEADS, DIM),
+    tokens: list[int] | None = None,
 ) -> Case:
     """The oracle's side; `kv` are K and D."""
     size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
-    return _case(plans(n, prompt), range(n), **given, dtype=dtype, seed=seed, size=size)
+    judged = plans(n, prompt) if tokens is None else judged_plans(tokens, prompt=prompt)
+    case = _case(judged, range(n), **given, dtype=dtype, seed=seed, size=size)
+    if tokens is None:
+        return case
+    return replace(case, manifest=replace(case.manifest, tokens=tokens, texts=[]))
 
 
 def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
@@ -197,7 +202,11 @@ def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> 
     """
     rng, dtype, about = np.random.default_rng(seed), case.manifest.dtype, case.manifest
     size, runs = NOISE[dtype] if size is None else size, {}
-    judged = probe_plans(about.tokens) if about.probe else plans(case.length, about.prompt_tokens)
+    judged = (
+        probe_plans(about.tokens)
+        if about.probe
+        else judged_plans(about.tokens, prompt=about.prompt_tokens)
+    )
     for name, plan in judged.items():
         first = about.prompt_tokens - 1 if name == "prefixes" else 0
         arrays: dict[str, Array] = {

@@ -20,7 +20,17 @@ from mlxkv.commands.selftest import calibration_page as pages
 from mlxkv.commands.selftest import readings
 from mlxkv.commands.selftest.calibrate import Calibration
 from mlxkv.commands.selftest.readings import MEMBERS as HELD
-from mlxkv.commands.selftest.readings import ORACLE, PORT, Range, Reading, joined, ranges
+from mlxkv.commands.selftest.readings import (
+    MLX_LM,
+    ORACLE,
+    ORDERS,
+    PLAIN,
+    PORT,
+    Range,
+    Reading,
+    joined,
+    ranges,
+)
 from mlxkv.judge.verdict import judge
 
 CASE = make_case()
@@ -177,6 +187,8 @@ def test_the_command_measures_a_random_model_in_both_lanes(
 ) -> None:
     monkeypatch.setattr(calibrating, "LAYOUTS", ("gqa",))
     monkeypatch.setattr(calibrating, "STDS", (0.02,))
+    monkeypatch.setattr(calibrating, "WIDE", ((64, "bfloat16"),))
+    both = ["gqa-0.02", "wide-64-bfloat16"]
     ran = CliRunner().invoke(
         cli,
         ["calibrate", "--no-real", "--seeds", "1", "--dtype", "float16", "--out", str(tmp_path)],
@@ -184,9 +196,12 @@ def test_the_command_measures_a_random_model_in_both_lanes(
     assert ran.exit_code == 0, ran.output
     value = json.loads((tmp_path / "calibration.json").read_text())
     port = {r["gate"]: r for r in value["readings"] if r["whose"] == PORT}
+    whose = {name: {r["whose"] for r in value["readings"] if r["model"] == name} for name in both}
+    assert whose[both[0]] == {PORT, ORDERS, HELD, ORACLE}
+    assert whose[both[1]] == {PORT, PLAIN, MLX_LM, HELD, ORACLE}
     assert (value["dtype"], list(value["models"]), port["sigma"]["readings"]) == (
         "float16",
-        ["gqa-0.02"],
+        both,
         5,
     )
     assert port["algebra (float64)"]["largest"] < 1e-13

@@ -5,6 +5,7 @@ says where.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,30 @@ def test_a_wrong_one_differs_and_the_usual_suspect_is_named(answer: Path, tmp_pa
     words = "looks like rope_theta 500000 instead of 10000 (sigma "
     assert f"\nmine.py:load: differ (logits, cache): {words}" in done.stdout
     assert "; gates: sigma, " in done.stdout
+
+
+def test_what_bfloat16_cannot_show_is_said_by_name_and_float32_shows_it(tmp_path: Path) -> None:
+    # own_llama knows no RoPE scaling. One this mild is within bfloat16's noise at 12 tokens.
+    scaling = models.LLAMA3 | {"factor": 1.05}
+    config = models.config("llama3", tie_word_embeddings=False, rope_scaling=scaling)
+    folder = models.save(tmp_path / "model", config)
+    ids = ["--tokens", "3,7,11,2,19,5", "--steps", "7", "--engine", f"{OWN}:load"]
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    first, second = (
+        compare(folder, *ids, "--dtype", "bfloat16", "--out", tmp_path / "out", **env)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, first.stdout + first.stderr
+    said = re.search("note: at 12 tokens in bfloat16 this run cannot see: (.*)", first.stdout)
+    assert said is not None
+    assert "lost RoPE scaling" in said[1].split(", ")
+    assert "no causal mask" not in said[1]
+    assert f"- {said[0].removeprefix('note: ')}" in (tmp_path / "out" / "compare.md").read_text()
+    assert len([*(tmp_path / "cache" / "suspects").glob("*/suspects.json")]) == 1
+    assert said[0] in second.stdout
+    exact = compare(folder, *ids, "--out", tmp_path / "out", **env)
+    assert exact.returncode == 1
+    assert "looks like lost RoPE scaling (sigma " in exact.stdout
 
 
 def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(

@@ -32,7 +32,7 @@ from synthetic import (
 
 from mlxkv.engines import own
 from mlxkv.judge.case import Case, read_case
-from mlxkv.judge.layout import find
+from mlxkv.judge.layout import as_truth, find
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.plan import judged_plans
@@ -187,6 +187,25 @@ def test_the_usual_layout_needs_no_word(heads: str, dtype: str) -> None:
         assert found.changes == 0
 
 
+def test_keys_that_rope_turned_little_are_before_rope_all_the_same() -> None:
+    """On three tokens keys before RoPE lie near those after it, and further than noise."""
+    theta, n, dim = 500_000.0, 3, 128
+    angle = np.arange(n)[:, None] * theta ** (-np.arange(0, dim, 2) / dim)
+    case = make_case(n=n, prompt=2, kv=(2, dim))
+    tables = {"rope/cos": np.cos(angle), "rope/sin": np.sin(angle)}
+    case = replace(case, truth=replace(case.truth, arrays=dict(case.truth.arrays) | tables))
+
+    def back(keys: Array) -> Array:
+        z = (keys[..., : dim // 2] + 1j * keys[..., dim // 2 :]) * np.exp(-1j * angle)
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    verdict = judge(case, stored(case, keys=back))
+    assert (verdict.outcome, said(verdict)) == (
+        "agree",
+        ["keys are kept before RoPE; compared after undoing that"],
+    )
+
+
 def in_half(array: Array) -> Array:
     return array.astype(np.float16).astype(np.float32)
 
@@ -303,6 +322,27 @@ def test_without_sound_logits_nothing_is_excused(unsound: str, layout: str) -> N
     transposed = layout == "keys transposed" and unsound == "nothing uncached"
     assert verdict.outcome == ("cannot tell" if transposed else "differ")
     assert said(verdict) == []
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_layer_of_another_shape_is_not_another_layout(layer: int) -> None:
+    case = CASES["gqa", "float32"]
+    runs, name = make_candidates(case), f"kv/a/{layer:03d}/keys"
+    runs["step"] = changed(runs["step"], name, lambda a: a.swapaxes(0, 1))
+    verdict = judge(case, runs)
+    assert verdict.outcome == "cannot tell"
+    assert f"{name} has shape [24, 2, 12], expected [2, 24, 12]" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_trace_can_be_laid_out_as_the_truth_whole(name: str) -> None:
+    case = CASES["gqa", "float32"]
+    kind, layout, _ = LAYOUTS[name]
+    usual, other = make_candidates(case)["step"], stored(case, **{kind: layout})["step"]
+    found = as_truth(other, case.truth)
+    for key in usual.arrays:
+        np.testing.assert_allclose(found.arrays[key], usual.arrays[key], rtol=1e-5, atol=1e-5)
+    assert as_truth(usual, case.truth).arrays == usual.arrays
 
 
 def test_a_row_too_few_is_not_another_layout() -> None:

@@ -34,9 +34,7 @@ from synthetic import (
 from mlxkv.judge.assign import assign
 from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.limits import SIGMA_LEAST
-from mlxkv.judge.notes import notes
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
-from mlxkv.judge.sequence import Judged, sequence
 from mlxkv.judge.verdict import judge
 from mlxkv.report import phrases
 from oracle.formats.errors import Refusal
@@ -1009,17 +1007,15 @@ def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
 
 
 def test_equal_tokens_leave_masks_to_the_probe() -> None:
-    main = sequence(CASE, RUNS, {}, {})
-    assert isinstance(main, Judged)
-    equal = replace(CASE, manifest=replace(CASE.manifest, tokens=[7] * N))
-    main = replace(main, yardstick=replace(main.yardstick, case=equal))
-    assert notes(main, "agree", probed=False) == [
+    equal = make_case(tokens=[7] * N)
+    runs = make_candidates(equal)
+    assert judge(equal, runs).notes == (
         "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
-    ]
-    assert notes(main, "agree", probed=True) == [
+    )
+    assert judge(equal, runs, probe=PROBE).notes == (
         "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
         "ones",
-    ]
+    )
 
 
 def again(**changes: Callable[[Array], Array]) -> dict[str, Trace]:

@@ -192,8 +192,8 @@ def _hint(layer: Layer, first: TapRow) -> str:
     assert first.first is not None
     if first.tap != "logits":
         return hints.explain(layer, first.tap, first.first, first.heads)
-    _, rows, wanted = measure.beside(layer.run, layer.truth)
-    mine, its = layer.run.logits[rows], layer.truth.logits[wanted]
+    _, of_run, of_truth = measure.beside(layer.run, layer.truth)
+    mine, its = layer.run.logits[of_run], layer.truth.logits[of_truth]
     found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()), dtype="float64")
     return f"behind the layers: {found or hints.HEAD}"
 

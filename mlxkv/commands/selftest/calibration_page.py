@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxkv.commands.selftest.readings import MEMBERS, ORACLE, PORT, Range, joined
+from mlxkv.commands.selftest.readings import (
+    ENGINES,
+    MEMBERS,
+    MLX_LM,
+    ORACLE,
+    ORDERS,
+    PLAIN,
+    PORT,
+    Range,
+    joined,
+)
 from mlxkv.report.text import code, columns, environment_table, markdown_table, ordered
 
 HEAD = ("gate", "median", "largest", "limit", "headroom", "on")
 SECTIONS = {
     PORT: ("The port", "Every plan, in both lanes."),
+    ORDERS: (
+        "The port with other sums",
+        "Products in parts, in reverse and in pairs, norms in lanes; lane B.",
+    ),
+    MLX_LM: ("mlx-lm", "In a process of its own; lane B."),
+    PLAIN: ("The port without a faster BLAS", "On the one that MLX brings; lane B."),
     MEMBERS: (
         "Transformers, each member held out",
         "Each member of the pool, in floors that the others make.",
@@ -43,8 +59,8 @@ def sentence(ranges: Sequence[Range], accused: Sequence[str]) -> str:
     if failures(ranges, accused):
         beyond = sum(not r.within for r in ranges)
         return f"correct runs on {models}: beyond a limit {beyond}, accused {len(accused)}"
-    of_port = [r for r in ranges if r.headroom is not None and r.whose == PORT]
-    least = min(of_port, key=lambda r: r.headroom or 0.0, default=None)
+    of_engines = [r for r in ranges if r.headroom is not None and r.whose in ENGINES]
+    least = min(of_engines, key=lambda r: r.headroom or 0.0, default=None)
     line = f"every correct run on {models} is within every limit"
     if least is None:
         return line
@@ -81,7 +97,7 @@ def markdown(
         [f"- {line}" for line in failures(ranges, accused)],
         [WORDS.format(dtype=value["dtype"], seeds=value["seeds"])],
         *(_section(ranges, whose) for whose in SECTIONS),
-        *(_by_model(ranges, whose) for whose in (PORT, MEMBERS)),
+        *(_by_model(ranges, whose) for whose in (*ENGINES, MEMBERS)),
         ["## Environment", "", *environment_table(host)],
         ["## Models", "", *markdown_table(("", "weights"), models, left={0, 1})],
         ["## Reproduce", "", "```sh", *commands, "```"],

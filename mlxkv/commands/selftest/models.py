@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlxkv.commands.selftest.stored import VALUES
+from mlxkv.commands.selftest.stored import save as save_stored
 from oracle.formats.disk import atomic, write_text
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Named
@@ -37,6 +39,15 @@ COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+
+
+WIDE = (
+    *((width, "bfloat16") for width in (64, 256, 1024, 2048, 4096, 8192)),
+    *((1024, values) for values in VALUES if values != "bfloat16"),
+    *((4096, values) for values in VALUES if values != "bfloat16"),
+    (8192, "float32"),
+)
+"""Widths of wide models, and how their weights are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +100,52 @@ class Tiny:
                 array *= max(1.0, math.sqrt(3 / (self.std * math.sqrt(shape[1]))))
             made[name] = array.astype(np.float32)
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """One layer of a real model's width and little else, its weights stored as `values` says.
+
+    Long sums are what width changes: a row of 8,192 squares has other roundings than one of 64, and
+    squares of few bits others than those of many.
+    """
+
+    width: int
+    values: str
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """As in `wide-2048-bfloat16`."""
+        return f"wide-{self.width}-{self.values}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        heads = max(1, self.width // 128)
+        return COMMON | {
+            "hidden_size": self.width,
+            "intermediate_size": max(64, self.width // 4),
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 8),
+            "head_dim": min(128, self.width),
+            "tie_word_embeddings": True,
+        }
+
+    def save(self, folder: Path) -> Path:
+        """Writes config.json and model.safetensors, the same bytes every time; the folder."""
+        shapes = _shapes(self.config)
+        names = list(shapes)
+
+        def weight(name: str) -> npt.NDArray[np.float32]:
+            if len(shapes[name]) == 1:
+                return np.ones(shapes[name], np.float32)
+            random = np.random.default_rng([self.seed, self.width, names.index(name)])
+            usual = {"embed_tokens": 0.03, "q_proj": 0.05, "k_proj": 0.05}
+            std = usual.get(name.split(".")[-2], 0.02)
+            return random.standard_normal(shapes[name], np.float32) * np.float32(std)
+
+        return save_stored(folder, self.config, shapes, weight, values=self.values)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

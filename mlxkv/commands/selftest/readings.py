@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,13 @@ from mlxkv.judge.gates import Yardstick, logit_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
 from oracle.formats import proofs
+from oracle.formats.run_folder import ordinary
 
-PORT, MEMBERS, ORACLE = "port", "members", "oracle"
-"""Whose reading: the port's, that of a member of the pool that was held out, or one of the oracle's
-own proofs and controls."""
+PORT, PLAIN, ORDERS, MLX_LM = "port", "plain", "orders", "mlx-lm"
+MEMBERS, ORACLE = "members", "oracle"
+ENGINES = (PORT, PLAIN, ORDERS, MLX_LM)
+"""Whose reading: the port's, its on MLX's own BLAS, its with other sums, or mlx-lm's; that of a
+member of the pool that was held out; or one of the oracle's own proofs and controls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +64,40 @@ class Range:
 
 def read(case: Case, judged: Verdict) -> list[Reading]:
     """Everything that one correct run tells of the limits."""
-    return [*of_port(judged), *of_members(case), *of_oracle(case, judged)]
+    return [*of_engine(judged), *of_members(case), *of_oracle(case, judged)]
 
 
-def of_port(judged: Verdict) -> list[Reading]:
-    """Every gate that ran, plan by plan."""
-    return [Reading(PORT, g.name, g.plan, g.value, g.limit) for g in judged.gates if g.ran]
+def plain_run(name: str, judged: Verdict, found: Sequence[Reading]) -> dict[str, Any]:
+    """One run as plain values: what it was, its outcome with the reasons, and its readings."""
+    return {
+        "name": name,
+        "outcome": judged.outcome,
+        "reasons": list(judged.reasons),
+        "readings": [asdict(reading) for reading in found],
+    }
+
+
+def of_engine(judged: Verdict, whose: str = PORT, *, how: str = "") -> list[Reading]:
+    """Every gate that ran, plan by plan; `how` stands before the plan."""
+    return [
+        Reading(whose, g.name, ", ".join(filter(None, (how, g.plan))), g.value, g.limit)
+        for g in judged.gates
+        if g.ran
+    ]
 
 
 def of_members(case: Case) -> list[Reading]:
     """Each member of the pool, judged by the others from its stored errors.
 
     A member's top-1 tokens and its step against full are not stored, so two gates have no reading.
+    The sequential member is never held out.
     """
     yardstick = Yardstick.of(case)
     truth, largest = yardstick.truth, yardstick.cache_largest
     errors = {name: np.asarray(stored, np.float64) for name, stored in case.floors.items()}
     found = []
-    for i, member in enumerate(case.pool.members):
+    for member in ordinary(case.pool.members):
+        i = case.pool.members.index(member)
         rms, shift, peak = (errors[name][i] for name in ("rms", "shift", "peak"))
         at = np.asarray(case.truth.positions)
         run = Measures(at, np.arange(len(at)), rms, shift, peak, truth.best)

@@ -2,15 +2,16 @@
 
 A process of its own, started by `start`, as `python -m mlxkv.commands.selftest.worker JOB RESULT`
 and one of: `trials ORACLE [NAME ...]`, where the names are those of faults, beside which the
-correct runs are always tried, or that of one correct run alone; and `readings ORACLE ...`, what a
-correct run on each oracle folder reads at every gate.
+correct runs are always tried, or that of one correct run alone; `readings ORACLE ...`, what a
+correct run on each oracle folder reads at every gate; and `orders ORACLE ...`, the same, and on the
+first folder what the port reads there with other sums.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -103,6 +104,20 @@ class Experiment:
             for dtype in (self.ports.meta.dtype, "float64")
         )
         return judge(self.case, arithmetic, algebra=algebra), arithmetic
+
+    def in_other_orders(self) -> Iterator[dict[str, Any]]:
+        """What the judge reads of the port in lane B, with each other order of sums."""
+        from mlxkv.commands.selftest.orders import ORDERS
+
+        for name, order in ORDERS.items():
+            with order():
+                runs = {
+                    plan: self._run(plan, self.ports.meta.dtype)
+                    for plan in ("full", "step", TAPPED)
+                }
+            verdict = judge(self.case, runs)
+            found = readings.of_engine(verdict, readings.ORDERS, how=name)
+            yield readings.plain_run(name, verdict, found)
 
     def correct(self, name: str) -> Trial:
         if name == RIGHT:
@@ -212,12 +227,15 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
     return found
 
 
-def read(ports: Ports, folder: Path) -> dict[str, Any]:
-    """One correct run: its outcome with the reasons, and its readings, as plain values."""
+def read(ports: Ports, folder: Path, *, orders: bool = False) -> list[dict[str, Any]]:
+    """One correct run, and one with each other order of sums, as `readings.plain_run` has them."""
     case = read_case(folder)
-    verdict, _ = Experiment(case, read_plans(folder, case.manifest), ports).judged()
-    found = [asdict(reading) for reading in readings.read(case, verdict)]
-    return {"outcome": verdict.outcome, "reasons": verdict.reasons, "readings": found}
+    experiment = Experiment(case, read_plans(folder, case.manifest), ports)
+    verdict, _ = experiment.judged()
+    return [
+        readings.plain_run("", verdict, readings.read(case, verdict)),
+        *(experiment.in_other_orders() if orders else []),
+    ]
 
 
 def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -228,8 +246,8 @@ def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any
     else:
         found = []
         with bar(f"calibrate: {Path(asked.folder).name}", len(arguments)) as advance:
-            for folder in arguments:
-                found.append(read(ports, Path(folder)))
+            for i, folder in enumerate(arguments):
+                found.append(read(ports, Path(folder), orders=mode == "orders" and i == 0))
                 advance(1)
     return {mode: found, "environment": ports.meta.environment}
 
