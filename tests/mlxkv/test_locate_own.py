@@ -5,6 +5,7 @@ In float32, as such an engine is judged. Every word of a hint must be implied by
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -469,6 +470,23 @@ def test_the_command_looks_into_a_file_that_hands_out_taps(answer: Path, tmp_pat
     assert any(line.split()[:4] == ["layer", "tap", "error", "noise"] for line in lines)
     (hint,) = [line for line in lines if line.startswith("hint ")]
     assert hint.removeprefix("hint").strip().startswith("the activation: silu, or its product with")
+
+
+def test_what_shows_in_the_probe_alone_is_looked_for_there(answer: Path, tmp_path: Path) -> None:
+    """A window of 32: the 24 tokens are right."""
+    seen = "mx.arange(start + L)[None, :] <= mx.arange(start, start + L)[:, None]"
+    far = "mx.arange(start + L)[None, :] > mx.arange(start, start + L)[:, None] - 32"
+    mine = written(tmp_path / "own", (seen, f"({seen}) & ({far})"))
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    options = ("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    done = mlxkv("locate", *options, "--json", env=env)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["notes"][-1] == (
+        "the tokens themselves show nothing: this is in the probe's 64 tokens"
+    )
+    assert (found["position"], found["layer"]) == (32, 0)
+    assert "after its keys and values: its attention (mask, " in found["hint"]
 
 
 def test_a_file_without_taps_is_looked_at_from_outside_and_that_is_said(
