@@ -203,7 +203,7 @@ def test_a_prompt_of_one_token_given_as_ids_has_no_chunked_proof() -> None:
         MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"}
     )
     assert console(VERDICT, one, sides=SIDES).splitlines()[1] == (
-        '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-8'
+        '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-16'
     )
 
 
@@ -285,7 +285,7 @@ def test_tables_are_aligned_in_their_source() -> None:
 
 CONSOLE = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-8
+24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate               plan    value  limit  headroom  where
 algebra (float64)  step  1.0e-13  1e-10      980x  pos 23 " t23"
@@ -306,7 +306,7 @@ agree (algebra, logits)    report: mlxkv-report/compare.md
 
 DIFFERENT = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-8
+24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate            plan     value  limit  headroom  where
 sigma           step    149.20   8.00     0.05x  -
