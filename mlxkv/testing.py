@@ -8,14 +8,15 @@ MLX_ENABLE_TF32=0 before MLX starts. torch is not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxkv.engines import machine
-from mlxkv.judge.admission import by_plan
-from mlxkv.judge.case import Case, read_case
-from mlxkv.judge.verdict import judge
+from mlxkv.engines.job import repeated
+from mlxkv.judge.assign import Assigned, assign
+from mlxkv.judge.case import PROBE, Case, Probed, read_case, read_probe
 from mlxkv.report import terminal
 from mlxkv.report.phrases import oracle_side, side
 from oracle.formats import run_folder, trace
@@ -32,15 +33,19 @@ def assert_agrees(
     *,
     plans: Collection[str] | None = None,
     dtype: str | None = None,
+    quick: bool = False,
 ) -> None:
     """Passes if the verdict is "agree"; "cannot tell" fails too.
 
     model_or_trace: an `mlxkv.Llama`; or any object with `model(tokens, cache=cache) -> (B, L, V)`
-    and `make_cache()`; or a trace, its path, or a mapping from plan names to either.
+    and `make_cache()`; or a trace, its path, or a mapping from plan names to either (of the probe's
+    plans "probe full" and "probe chunked").
     oracle_dir: a folder that `mlxkv-oracle run` made.
-    plans: names of judged plans; None: all of them, or those that the traces are of.
+    plans: names of judged plans; None: all of them and the folder's probe, or those that the traces
+    are of.
     dtype: what the model computes in; None: a Llama's own, for any other model the folder's. Only
     a Llama can be judged in float64, by algebra alone.
+    quick: leaves the probe out.
 
     Raises an AssertionError with what `mlxkv compare` would print; and a ValueError
     (`mlxkv.Refusal`) where there is nothing to judge.
@@ -48,19 +53,59 @@ def assert_agrees(
     folder = Path(oracle_dir)
     case = read_case(folder)
     _require_plans(plans, case)
+    probe = None if quick or plans is not None else read_probe(folder)
     # A module of MLX is a mapping too, of its weights.
     if isinstance(model_or_trace, Trace | str | Path | Mapping) and not callable(model_or_trace):
-        traces = _given(model_or_trace, case, plans)
+        found = _given(model_or_trace, case, probe, plans)
     else:
         follow = _follower(model_or_trace, case, dtype)
-        judged = run_folder.read_plans(folder, case.manifest).items()
-        traces = {name: follow(plan) for name, plan in judged if plans is None or name in plans}
-    exact = {name: one for name, one in traces.items() if one.meta.dtype == _ALGEBRA}
-    rest = {name: one for name, one in traces.items() if name not in exact}
-    verdict = judge(case, rest, algebra=exact)
+        found = _followed(follow, folder, case, probe, plans)
+    verdict = found.judge()
     if verdict.outcome != "agree":
-        sides = (side(next(iter(traces.values())).meta), oracle_side(case.manifest))
+        lanes = [found.candidates, found.algebra]
+        lanes += [found.probe.candidates, found.probe.algebra] if found.probe is not None else []
+        first = next(one for lane in lanes for one in lane.values())
+        sides = (side(first.meta), oracle_side(case.manifest))
         raise AssertionError(terminal.console(verdict, case.manifest, sides=sides))
+
+
+def _followed(
+    follow: Callable[[Plan], Trace],
+    folder: Path,
+    case: Case,
+    probe: Case | None,
+    plans: Collection[str] | None,
+) -> Assigned:
+    """The model's runs of the judged plans, of one of them twice, and of the probe's."""
+    judged = run_folder.read_plans(folder, case.manifest)
+    wanted = {name: plan for name, plan in judged.items() if plans is None or name in plans}
+    traces = {name: follow(plan) for name, plan in wanted.items()}
+    again, repeats = repeated(wanted.values()), {}
+    if traces[again.name].meta.dtype != _ALGEBRA:
+        made = follow(again)
+        repeats[again.name] = replace(made, meta=replace(made.meta, repeat=1))
+    probed = {}
+    if probe is not None:
+        its = run_folder.read_plans(folder / PROBE, probe.manifest)
+        probed = {name: follow(plan) for name, plan in its.items()}
+    return _assigned(case, traces, repeats, probe, probed)
+
+
+def _assigned(
+    case: Case,
+    traces: Mapping[str, Trace],
+    repeats: Mapping[str, Trace],
+    probe: Case | None,
+    probed: Mapping[str, Trace],
+) -> Assigned:
+    """Traces by plan, those in float64 apart."""
+    lanes = [
+        {name: one for name, one in of.items() if (one.meta.dtype == _ALGEBRA) == exact}
+        for of in (traces, probed)
+        for exact in (False, True)
+    ]
+    of_probe = Probed(probe, lanes[2], lanes[3]) if probe is not None else None
+    return Assigned(case, lanes[0], lanes[1], repeats, of_probe)
 
 
 def _require_plans(plans: Collection[str] | None, case: Case) -> None:
@@ -72,17 +117,28 @@ def _require_plans(plans: Collection[str] | None, case: Case) -> None:
 
 
 def _given(
-    found: Trace | str | Path | Mapping[Any, Any], case: Case, plans: Collection[str] | None
-) -> dict[str, Trace]:
+    found: Trace | str | Path | Mapping[Any, Any],
+    case: Case,
+    probe: Case | None,
+    plans: Collection[str] | None,
+) -> Assigned:
     if isinstance(found, Mapping):
         traces = {str(name): _read(one) for name, one in found.items()}
     else:
-        traces = by_plan(case.manifest, [_read(found)])
+        one = _read(found)
+        of = assign(case, [one], probe=probe)
+        names = [f"{PROBE} {name}" for name in (of.probe.candidates if of.probe else ())]
+        traces = dict.fromkeys([*of.candidates, *of.repeats, *names], one)
     missing = sorted(set(plans or ()) - set(traces))
     if missing or not traces:
         what = f"none of plan {', '.join(missing) or 'any name'}, expected one"
         raise Refusal(what, where="traces", remedy="write it or leave the plan out")
-    return {name: one for name, one in traces.items() if plans is None or name in plans}
+    start = f"{PROBE} "
+    of_probe = {name: one for name, one in traces.items() if name.startswith(start)}
+    rest = {name: one for name, one in traces.items() if name not in of_probe}
+    chosen = {name: one for name, one in rest.items() if plans is None or name in plans}
+    probed = {name.removeprefix(start): one for name, one in of_probe.items()}
+    return _assigned(case, chosen, {}, probe, probed)
 
 
 def _read(found: Trace | str | Path) -> Trace:
@@ -114,7 +170,7 @@ def _of_another(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], T
     if dtype == _ALGEBRA:
         what = f"{dtype!r}, expected {case.manifest.dtype!r}"
         raise Refusal(f"{what}: only an mlxkv.Llama can be judged in float64", where="dtype")
-    about = _meta(name, "", dtype or case.manifest.dtype)
+    about = _meta(name, "", dtype or case.manifest.dtype, own.says(model))
     vocab = case.truth.logits.shape[1]
 
     def follow(plan: Plan) -> Trace:
@@ -124,8 +180,13 @@ def _of_another(model: Any, case: Case, dtype: str | None) -> Callable[[Plan], T
     return follow
 
 
-def _meta(engine: str, version: str, dtype: str) -> Callable[..., Meta]:
-    """Makes the metadata of a plan's trace: what all of this process's traces say."""
+def _meta(
+    engine: str, version: str, dtype: str, says: Mapping[str, Any] | None = None
+) -> Callable[..., Meta]:
+    """Makes the metadata of a plan's trace: what all of this process's traces say.
+
+    `says` is what the model says of itself, for the environment.
+    """
     import mlx.core as mx
 
     device = "gpu" if dtype != _ALGEBRA and mx.default_device() == mx.gpu else "cpu"
@@ -136,5 +197,10 @@ def _meta(engine: str, version: str, dtype: str) -> Callable[..., Meta]:
         dtype=dtype,
         weights_dtype=dtype,
         device=device,
-        environment=machine.host() | {"mlx": machine.version("mlx"), "device": device},
+        environment={
+            **machine.host(),
+            "mlx": machine.version("mlx"),
+            "device": device,
+            **(says or {}),
+        },
     )

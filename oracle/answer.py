@@ -8,16 +8,18 @@ the truth's, a layer at a time. Nothing that is not finite is written as good.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
-from oracle.formats.progress import Progress, silent
+from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
@@ -33,10 +35,21 @@ from oracle.truth.weights import Weights
 
 PROOF_POSITIONS = 32
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
-    """What transformers computed: the greedy tokens, the judged plans and each member's trace.
+class _Runs:
+    """What transformers computed: the greedy tokens, the judged plans and each member's trace."""
+
+    generated: list[int]
+    plans: dict[str, Plan]
+    members: dict[str, Trace]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool(_Runs):
+    """The runs of the kinds of attention that are believed.
 
     `double` (n, V) are the first positions' logits in float64. `parts` is the rms of what they
     change by if all is float64 but what transformers computes in float32 whatever its weights are.
@@ -45,10 +58,7 @@ class _Pool:
     too far. `environment` is what the numbers depend on.
     """
 
-    generated: list[int]
-    plans: dict[str, Plan]
     kinds: tuple[str, ...]
-    members: dict[str, Trace]
     double: Array
     parts: float
     widest: int
@@ -57,21 +67,80 @@ class _Pool:
 
 
 def write(
-    question: Question, folder: Path, *, keep_pool: bool = False, progress: Progress = silent
+    asked: Mapping[Path, Question],
+    *,
+    keep_pool: bool = False,
+    progress: Progress = silent,
+    note: Note = silent,
+) -> dict[Path, Manifest]:
+    """Answers questions about one model, each into a folder: everything but the manifests.
+
+    Returns the manifests. A probe that cannot be measured is left out beside another question.
+    """
+    reference.set_up(next(iter(asked.values())).threads)
+    pools = _run_pools(asked, progress, note)
+
+    def measured(folder: Path) -> Manifest:
+        return _measured(asked[folder], folder, pools[folder], keep_pool, progress)
+
+    return _each(pools, asked, measured, note)
+
+
+def _each(
+    folders: Iterable[Path],
+    asked: Mapping[Path, Question],
+    do: Callable[[Path], _T],
+    note: Note,
+) -> dict[Path, _T]:
+    """What is done for each folder, without that of a probe beside another if it is refused."""
+    made = {}
+    for folder in folders:
+        try:
+            made[folder] = do(folder)
+        except Refusal as error:
+            if not asked[folder].probe or len(asked) == 1:
+                raise
+            shutil.rmtree(folder)
+            note(f"warning: no probe, as it cannot be measured: {error}")
+    return made
+
+
+def _run_pools(asked: Mapping[Path, Question], progress: Progress, note: Note) -> dict[Path, _Pool]:
+    """The pool of each question. transformers' weights go when this returns."""
+    first = next(iter(asked.values()))
+    progress("loading the weights into transformers", 0, 1)
+    model = Reference(first.checkpoint, dtype=first.dtype)
+
+    def run(folder: Path) -> _Runs:
+        return _run(asked[folder], model, folder, progress)
+
+    def proved(folder: Path) -> _Pool:
+        progress("transformers in float64", 0, 1)
+        return _proved(asked[folder], model, runs[folder])
+
+    runs = _each(asked, asked, run, note)
+    return _each(runs, asked, proved, note)  # Once it is widened, the model runs nothing else.
+
+
+def _measured(
+    question: Question, folder: Path, pool: _Pool, keep_pool: bool, progress: Progress
 ) -> Manifest:
-    """Everything but the manifest into `folder`, and the manifest."""
-    reference.set_up(question.threads)
-    pool = _run_pool(question, folder, progress)
     for name, plan in pool.plans.items():
         text = json.dumps(plan.to_json(), sort_keys=True) + "\n"
         disk.write_text(folder / "plans" / f"{name}.json", text)
     measure, proofs = _measure(question, folder, pool, progress)
     progress("measuring the pool", 0, 1)
+    cached, kind = question.cached, pool.kinds[-1]
     measured = errors.write(
-        folder / FLOORS, measure, pool.members, kinds=pool.kinds, widest=pool.widest
+        folder / FLOORS,
+        measure,
+        pool.members,
+        kinds=pool.kinds,
+        cached=cached,
+        widest=pool.widest,
     )
-    step, full = (pool.members[f"{pool.kinds[-1]}-{plan}"].logits for plan in ("step", "full"))
-    proofs["reference_step_full_max"] = max(
+    step, full = (pool.members[f"{kind}-{plan}"].logits for plan in (cached, "full"))
+    proofs[f"reference_{cached}_full_max"] = max(
         float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
     )
     most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
@@ -82,17 +151,16 @@ def write(
     return _manifest(question, folder, pool, measured, proofs)
 
 
-def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
-    """Runs the pool. Its traces go to files, and transformers' weights go when this returns."""
-    dtype = question.dtype
-    progress("loading the weights into transformers", 0, 1)
-    model = Reference(question.checkpoint, dtype=dtype)
+def _run(question: Question, model: Reference, folder: Path, progress: Progress) -> _Runs:
+    """Runs the pool. Its traces go to files."""
+    dtype, whose = question.dtype, "the probe" if question.probe else "pool"
+    folder.mkdir(exist_ok=True)
     generated = _greedy(question, model, progress)
     plans = question.plans(generated)
     members = {}
-    names = errors.members_of(plans, model.kinds)
+    names = question.members(plans, model.kinds)
     for i, name in enumerate(names):
-        progress(f"transformers pool ({dtype}): {name}", i, len(names))
+        progress(f"transformers {whose} ({dtype}): {name}", i, len(names))
         kind, plan = name.split("-")
         made = _whole(model.run(plans[plan], attention=kind))
         # The runs of the last kind are the references, which stay.
@@ -100,15 +168,28 @@ def _run_pool(question: Question, folder: Path, progress: Progress) -> _Pool:
         path = folder / f"{stem}.safetensors"
         trace.write(path, made.meta, made.arrays)
         members[name] = trace.read(path)
-    progress("transformers in float64", 0, 1)
-    tokens = _proof_tokens(question, generated)
+    return _Runs(generated, plans, members)
+
+
+def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
+    """The pool without kinds of attention that are too far from the class's own."""
+    tokens = _proof_tokens(question, runs.generated)
     double, apart = _doubles(question, model, tokens)
-    kinds = tuple(kind for kind in model.kinds if kind not in apart)
-    parts = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False) - double
-    members = {name: made for name, made in members.items() if name.split("-")[0] not in apart}
-    environment = reference.environment() | {"dtype": dtype, "attention": kinds[-1]}
-    rms = float(np.sqrt(np.mean(parts * parts)))
-    return _Pool(generated, plans, kinds, members, double, rms, model.widest, apart, environment)
+    held = {name.split("-")[0] for name in runs.members}
+    kinds = tuple(kind for kind in model.kinds if kind in held and kind not in apart)
+    rough = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False)
+    members = {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart}
+    return _Pool(
+        runs.generated,
+        runs.plans,
+        members,
+        kinds,
+        double,
+        parts=float(np.sqrt(np.mean(np.square(rough - double)))),
+        widest=model.widest,
+        left_out=apart,
+        environment=reference.environment() | {"dtype": question.dtype, "attention": kinds[-1]},
+    )
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:
@@ -179,7 +260,8 @@ def _measure(
     )
     true = trace.read(folder / TRUTH)
     mean.require_signal(most, true)
-    error = pool.double - true.logits[: len(pool.double)]
+    first = np.flatnonzero(true.positions < len(pool.double))
+    error = pool.double[true.positions[first]] - true.logits[first]
     double = float(np.sqrt(np.mean(error * error))) / most
     proofs = {"truth_agreement": apart / most, "transformers_double": double, "truth_max": most}
     return true, proofs | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()}
@@ -196,7 +278,7 @@ def _manifest(
     sequence = question.sequence(pool.generated)
     rope = {"rope": config.rope} if isinstance(config, Config) else {}
     named = "source", "name", "note", "revision", "fingerprint", "config_digest"
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("plans/*.json")])
     return Manifest(
         **{name: getattr(checkpoint, name) for name in named},
         dtype=question.dtype,
@@ -204,6 +286,7 @@ def _manifest(
         prompt_tokens=question.prompt_tokens,
         tokens=sequence,
         original=config.original,
+        probe=question.probe,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},

@@ -46,6 +46,7 @@ _computed = options(
 )
 _json = option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
 _out = partial(option, "--out", type=_PATH, required=True)
+_force = option("--force", "Replace a folder that an earlier run left.", is_flag=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -74,11 +75,22 @@ def cli() -> None:
 @option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(whole))
 @_computed
 @option("--taps", "Places in a layer that the truth records.", type=Listed(str), default="hidden")
+@option("--no-probe", "Leave the probe out.", is_flag=True)
+@option("--probe-out", "The probe's folder  [default: probe, in the other]", type=_PATH)
 @option("--keep-pool", "Keep the eager runs too.", is_flag=True)
-@option("--force", "Replace a folder that an earlier run left.", is_flag=True)
+@_force
 @_out("The folder to make.")
-def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack[Making]) -> None:
-    """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default."""
+def run(
+    model: str | None,
+    prompt_file: Path | None,
+    out: Path,
+    no_probe: bool,
+    **making: Unpack[Making],
+) -> None:
+    """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default.
+
+    The probe, 300 ids that span the vocabulary, is made beside it: it is the same for every prompt.
+    """
     sources: dict[str, object] = {"--prompt": making["prompt"], "--prompt-file": prompt_file}
     sources["--tokens"] = making["tokens"]
     given = [name for name, value in sources.items() if value is not None]
@@ -86,10 +98,29 @@ def run(model: str | None, prompt_file: Path | None, out: Path, **making: Unpack
         raise Refusal(f"{' and '.join(given) or 'no prompt'}: expected one of {', '.join(sources)}")
     if prompt_file:
         making["prompt"] = read_text(prompt_file)
+    making["probe"] = not no_probe
     with _computing() as progress:
         from oracle import folder
 
         manifest = folder.run(model, out=out, progress=progress, note=_note, **making)
+    for line in folder.proofs(manifest):
+        _note(line)
+    click.echo(out)
+
+
+@cli.command()
+@_model
+@_computed
+@_force
+@_out("The folder to make.")
+def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed]) -> None:
+    """Make the run folder of MODEL's probe alone."""
+    with _computing() as progress:
+        from oracle import folder
+
+        manifest = folder.probe(
+            model, out=out, force=force, progress=progress, note=_note, **computed
+        )
     for line in folder.proofs(manifest):
         _note(line)
     click.echo(out)
@@ -129,9 +160,7 @@ def check(folder: Path, as_json: bool) -> None:
     from oracle import folder as folders
 
     manifest = folders.check(folder)
-    count = 1 + len(manifest.files)  # the manifest is one more
-    whole = [f"{folder}: {count} files, whole and finite", *folders.proofs(manifest)]
-    click.echo(_manifest(manifest) if as_json else "\n".join(whole))
+    click.echo(_manifest(manifest) if as_json else "\n".join(folders.whole(folder, manifest)))
 
 
 @cli.command()
@@ -150,7 +179,8 @@ def show(folder: Path, as_json: bool) -> None:
 @_folder
 @_model
 @_out("The folder to write into.")
-def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -> None:
+@click.option("--plan", default="full", help="Also mistakes at the borders of this plan's calls.")
+def suspects(folder: Path, model: str | None, out: Path, plan: str, revision: str | None) -> None:
     """Compute the truth of a run folder once more with each usual mistake.
 
     Such a mistake is another rope_theta. An engine whose logits are those of one of them has
@@ -162,7 +192,7 @@ def suspects(folder: Path, model: str | None, out: Path, revision: str | None) -
         require("torch")
         from oracle.truth.suspects import write
 
-        write(folder, out, model=model, revision=revision, progress=progress)
+        write(folder, out, plan=plan, model=model, revision=revision, progress=progress)
     click.echo(out)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Unpack
@@ -26,22 +26,24 @@ from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
     FLOORS,
     MEAN,
+    PROBE,
     TRUTH,
     Manifest,
     ordinary,
+    probe_of,
     read_manifest,
     read_plans,
     write_manifest,
 )
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
-from oracle.question import Asked, ask, check_range, check_run
+from oracle.question import Asked, Computed, Question, ask, check_range, check_run
 
 _POOL = ("reference-*.safetensors", "pool-*.safetensors")
-_OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, *_POOL)
+_OURS = ("manifest.json", "plans", TRUTH, MEAN, FLOORS, PROBE, *_POOL)
 _DOUBLE = "transformers in float64 is within"
 _PROOFS = {
-    "truth_agreement": "step, chunked and full agree to",
+    "truth_agreement": "{} agree to",
     "transformers_double": _DOUBLE,
     "members_apart": "no run of the pool is from its mean by more than",
     "mean_double": _DOUBLE,
@@ -52,6 +54,8 @@ def run(
     model: str | None = None,
     *,
     out: Path | str,
+    probe: bool = True,
+    probe_out: Path | str | None = None,
     keep_pool: bool = False,
     force: bool = False,
     progress: Progress = silent,
@@ -64,19 +68,68 @@ def run(
     `prompt_tokens` are the prompt. `chunks`, `dtype`, `threads`, `revision` and `ignore_keys` are
     as on the command line; the truth also records `taps`. `keep_pool` keeps the eager runs, `force`
     replaces a folder that an earlier run left.
+
+    The model's probe goes into `out`/probe, or into a folder of its own, `probe_out`, whole or not
+    at all like the other; `probe=False` leaves it out. A model without a probe, or whose probe
+    cannot be measured, is answered without it, and `note` says why.
     """
     require("torch", "transformers")
     out = Path(out).absolute()
-    _check_place(out, force=force)
+    apart = out / PROBE if probe_out is None else Path(probe_out).absolute()
+    _check_apart(out, apart)
+    for place in [out, apart] if probe and apart.parent != out else [out]:
+        _check_place(place, force=force)
     question = ask(model, progress=progress, note=note, **asked)
-    note(question.estimate())
-    with _place(out, force=force) as folder:
+    questions = {out: question}
+    if probe:
+        try:
+            questions[apart] = question.probed()
+        except Refusal as refusal:
+            note(f"oracle: no probe, as {refusal.what}")
+    return _answered(questions, force=force, keep_pool=keep_pool, progress=progress, note=note)[out]
+
+
+def probe(
+    model: str | None = None,
+    *,
+    out: Path | str,
+    force: bool = False,
+    progress: Progress = silent,
+    note: Note = silent,
+    **computed: Unpack[Computed],
+) -> Manifest:
+    """Makes the run folder of a model's probe alone, which is the same beside every prompt."""
+    require("torch", "transformers")
+    out = Path(out).absolute()
+    _check_place(out, force=force)
+    question = ask(model, tokens=[0], steps=0, progress=progress, note=note, **computed).probed()
+    return _answered({out: question}, force=force, progress=progress, note=note)[out]
+
+
+def _answered(
+    questions: Mapping[Path, Question],
+    *,
+    force: bool,
+    keep_pool: bool = False,
+    progress: Progress,
+    note: Note,
+) -> dict[Path, Manifest]:
+    """The manifests of the folders made, each whole or not there; the first one's is among them."""
+    first, *others = questions.values()
+    note(first.estimate(*others))
+    with ExitStack() as stack:
+        folders: dict[Path, Path] = {}
+        for out in questions:
+            above = folders.get(out.parent)
+            folders[out] = above / out.name if above else stack.enter_context(_place(out, force))
         progress("loading torch and transformers", 0, 1)
         from oracle import answer
 
-        manifest = answer.write(question, folder, keep_pool=keep_pool, progress=progress)
-        write_manifest(folder, manifest)
-    return manifest
+        asked = {folders[out]: question for out, question in questions.items()}
+        made = answer.write(asked, keep_pool=keep_pool, progress=progress, note=note)
+        for folder, manifest in made.items():
+            write_manifest(folder, manifest)
+    return {out: made[folder] for out, folder in folders.items() if folder in made}
 
 
 def follow(
@@ -125,7 +178,7 @@ def check(folder: Path | str) -> Manifest:
     _check(folder, found)
     probe = contents.read_probe(folder, found.manifest)
     if probe is not None:
-        _check(folder / contents.PROBE, probe)
+        _check(folder / PROBE, probe)
     return found.manifest
 
 
@@ -146,7 +199,7 @@ def _check_noise(folder: Path, found: contents.Contents) -> None:
     manifest, measure, runs = found.manifest, found.measure, found.references
     kind, cached = found.pool.kinds[-1], "chunked" if manifest.probe else "step"
     again = {f"{kind}-{plan}": errors.of_member(run, measure) for plan, run in runs.items()}
-    again[f"{kind}-{cached}"]["cached"] = errors.cached(runs[cached], runs["full"])
+    again[f"{kind}-{cached}"]["cached"] = errors.apart(runs[cached], runs["full"])
     largest = max(np.abs(measure.logits[rows]).max() for rows in errors.blocks(measure.logits))
     for each in noise.checks(
         manifest,
@@ -165,7 +218,10 @@ def show(folder: Path | str) -> str:
     """What is in the folder, for a person; every file is read and found unchanged first."""
     folder = Path(folder)
     m = read_manifest(folder)
-    sizes = {name: (folder / name).stat().st_size for name in ["manifest.json", *m.files]}
+    probed = _probe(folder, m)
+    files = ["manifest.json", *m.files]
+    files += [f"{PROBE}/{name}" for p in probed for name in ["manifest.json", *p.files]]
+    sizes = {name: (folder / name).stat().st_size for name in files}
     prompt = f"{m.prompt!r}, " if m.prompt is not None else ""
     after = len(m.tokens) - m.prompt_tokens
     made = {key: m.environment.get(key) for key in ("torch", "transformers", "threads", "os")}
@@ -179,6 +235,7 @@ def show(folder: Path | str) -> str:
         f"made with    torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['threads']} threads, {made['os']}",
         *(f"proof        {line}" for line in proofs(m)),
+        *(f"probe        {line}" for p in probed for line in _probe_lines(p)),
         "",
         f"{'file':40}{'bytes':>14}",
         *(f"{name:40}{size:14,}" for name, size in sorted(sizes.items())),
@@ -186,6 +243,26 @@ def show(folder: Path | str) -> str:
         *_to_copy(m, folder, sum(sizes.values())),
     ]
     return "\n".join(lines) + "\n"
+
+
+def whole(folder: Path, manifest: Manifest) -> list[str]:
+    """What a folder that was found whole says to a person."""
+    probed = _probe(folder, manifest)
+    count = sum(1 + len(m.files) for m in [manifest, *probed])  # the manifests are one more each
+    lines = [f"{folder}: {count} files, whole and finite", *proofs(manifest)]
+    return lines + [f"probe: {line}" for probe in probed for line in _probe_lines(probe)]
+
+
+def _probe(folder: Path, manifest: Manifest) -> list[Manifest]:
+    """The probe's manifest, once every file of it is found unchanged; none without a probe."""
+    inside = probe_of(folder, manifest)
+    return [] if inside is None else [read_manifest(inside)]
+
+
+def _probe_lines(probe: Manifest) -> list[str]:
+    """What a probe is, and its proofs."""
+    ids = f"{len(probe.tokens)} ids from {min(probe.tokens)} to {max(probe.tokens)}"
+    return [f"{ids}, {probe.prompt_tokens} of them in the first call", *proofs(probe)]
 
 
 def _to_copy(m: Manifest, folder: Path, size: int) -> list[str]:
@@ -212,11 +289,14 @@ def _without_truth(m: Manifest) -> list[str]:
 def proofs(manifest: Manifest) -> list[str]:
     """The two proofs of the truth, or of the mean in its place, one line each."""
     lines, most = [], "max |T|" if manifest.has_truth else "max |mean|"
+    *ways, last = [name for name in manifest.plans if name != "prefixes"]
+    followed = f"{', '.join(ways)} and {last}" if ways else last
     odd = {name for name, _, _ in proved.failed(manifest)}
     for name, limit in proved.limits_of(manifest).items():
         value = manifest.proofs.get(name, float("nan"))
         holds = "FAILS" if name in odd else "holds"
-        lines.append(f"{_PROOFS[name]} {value:.1e} of {most} (limit {limit:.0e}): {holds}")
+        words = _PROOFS[name].format(followed)
+        lines.append(f"{words} {value:.1e} of {most} (limit {limit:.0e}): {holds}")
     return lines
 
 
@@ -232,8 +312,11 @@ def require(*packages: str) -> None:
 
 
 @contextmanager
-def _place(out: Path, *, force: bool) -> Iterator[Path]:
-    """An empty folder beside `out`: takes its place if the block succeeds, else is removed."""
+def _place(out: Path, force: bool) -> Iterator[Path]:
+    """An empty folder beside `out`: takes its place if the block succeeds, else is removed.
+
+    The block may remove it itself: then nothing takes the place of `out`.
+    """
     with ExitStack() as stack:
         with writing(out):
             part, old = (
@@ -241,8 +324,9 @@ def _place(out: Path, *, force: bool) -> Iterator[Path]:
                 for suffix in (".part", ".old")
             )
         yield part
-        _check_place(out, force=force)
-        _replace(part, out, old / "old")
+        if part.exists():
+            _check_place(out, force=force)
+            _replace(part, out, old / "old")
 
 
 def _replace(part: Path, out: Path, old: Path) -> None:
@@ -254,6 +338,13 @@ def _replace(part: Path, out: Path, old: Path) -> None:
     finally:
         if old.exists() and not out.exists():
             old.rename(out)
+
+
+def _check_apart(out: Path, probe: Path) -> None:
+    """Refuses a place for the probe within the answer's folder, or around it."""
+    if probe != out / PROBE and (probe.is_relative_to(out) or out.is_relative_to(probe)):
+        expected = f"expected {out / PROBE} or a folder apart from {out}"
+        raise Refusal(f"{probe}, {expected}", where="probe-out", remedy="choose another")
 
 
 def _check_place(out: Path, *, force: bool) -> None:
@@ -270,7 +361,7 @@ def _check_place(out: Path, *, force: bool) -> None:
         if os.path.lexists(out):
             raise Refusal("exists and is no folder, expected a new one", where=out, remedy=another)
         return
-    names = sorted(path.name for path in out.iterdir())
+    names = sorted(path.name for path in [*out.iterdir(), *(out / PROBE).glob("*")])
     for name in names:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in _OURS):
             what = f"holds {name}, expected a new folder or one that the oracle made"

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypedDict
 
+from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan, judged_plans
+from oracle.formats.plan import Plan, judged_plans, probe_plans
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.run_folder import Inputs
+from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
 from oracle.pool.neighbour import Neighbour, neighbour_of
 from oracle.truth.config import OLD_FREQUENCIES, Config, checked
 from oracle.truth.rope import Dynamic
 
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # and their bytes
 # The least number that each dtype rounds to infinity.
 _INFINITE = {"float32": 2.0**128 - 2.0**103, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 
-# Measured on two x86-64 cores with SmolLM2: seconds of imports, bytes of weights a second when
-# decoding, operations a second in prefill.
-_IMPORTS, _BYTES, _OPERATIONS = 8.0, 6e9, 3e10
+# Measured on two x86-64 cores with SmolLM2: seconds of imports; weights that a call reads, and
+# operations that it does, a second (1.5e9 weights are 6 GB). In float64 half the operations.
+_IMPORTS, _WEIGHTS, _OPERATIONS = 8.0, 1.5e9, 1e11
 
 
 class Computed(TypedDict, total=False):
@@ -55,6 +55,8 @@ class Asked(Computed, total=False):
 class Making(Asked, total=False):
     """The keywords of `folder.run` beside the model and the place."""
 
+    probe: bool
+    probe_out: Path | None
     keep_pool: bool
     force: bool
 
@@ -78,6 +80,8 @@ class Question(Inputs):
 
     def plans(self, generated: Sequence[int]) -> dict[str, Plan]:
         """The judged plans, once the greedy tokens are known."""
+        if self.probe:
+            return probe_plans(self.tokens)
         chunks = None if self.chunks is None else list(self.chunks)
         return judged_plans(
             self.sequence(generated),
@@ -85,6 +89,19 @@ class Question(Inputs):
             chunks=chunks,
             original=self.config.original,
         )
+
+    def probed(self) -> Question:
+        """What the same model's probe asks; a Refusal where it has none."""
+        if not isinstance(self.config, Config):
+            raise Refusal("there is none without a truth", where="probe")
+        sizes = self.config.vocab_size, self.config.max_positions
+        inputs = probe_inputs(*sizes, dtype=self.dtype, threads=self.threads)
+        if inputs is None:
+            raise Refusal("the model has a place for one token only", where="probe")
+        asked = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        probe = replace(self, prompt=None, **asked)
+        probe.check()
+        return probe
 
     def check(self) -> None:
         """Refuses what the model has no place for, and a dtype that cannot hold its weights."""
@@ -121,6 +138,10 @@ class Question(Inputs):
                     remedy="take a longer first chunk or fewer tokens",
                 )
 
+    def members(self, plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
+        """The pool that follows these plans, the probe's with the model's own attention only."""
+        return members_of(plans, kinds[-1:] if self.probe else kinds)
+
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
         """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
 
@@ -129,6 +150,8 @@ class Question(Inputs):
         The mixed plan as it is.
         """
         n, p = self.length, self.prompt_tokens
+        if self.probe:
+            return {name: [call.fed for call in plan.calls()] for name, plan in plans.items()}
         chunks = [p]
         if "chunked" in plans:
             sizes = [call.fed for call in plans["chunked"].calls()]
@@ -139,26 +162,34 @@ class Question(Inputs):
             ways["mixed"] = [call.fed for call in plans["mixed"].calls()]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
-    def estimate(self) -> str:
-        """One line: the sequence, and about what its answer will take."""
-        seconds, megabytes = _round(self._seconds()), _round(self._bytes() / 1e6)
-        return f"oracle: {self.length} tokens, about {seconds} s and {megabytes} MB on disk"
+    def estimate(self, *others: Question) -> str:
+        """One line: the sequences of this and other questions, and about what all will take."""
+        asked = [self, *others]
+        seconds = _round(_IMPORTS + sum(one._seconds() for one in asked))
+        megabytes = _round(sum(one._bytes() for one in asked) / 1e6)
+        named = [f"{'a probe of ' if one.probe else ''}{one.length}" for one in asked]
+        what = f"{' and '.join(named)} tokens, about {seconds} s and {megabytes} MB on disk"
+        return f"oracle: {what}"
 
     def _seconds(self) -> float:
         size = sum(math.prod(shape) for shape in self.config.shapes().values())
-        n, singles = self.length, self.length - self.prompt_tokens + self.steps
-        decode = (3 * singles * DTYPES[self.dtype] + 8 * singles) * size / _BYTES
-        # Six whole calls, and three ways in float64 at half the speed.
-        prefill = 2 * size * (6 * n + 3 * 2 * n) / _OPERATIONS
-        return _IMPORTS + decode + prefill
+        plans = self.plans([0] * self.steps)
+        pool = [plans[name.split("-")[1]] for name in self.members(plans)]
+        ways = list(self.segments(plans).values())
+        calls = sum(len(list(plan.calls())) for plan in pool) + sum(map(len, ways)) + self.steps
+        tokens = self.length * (len(pool) + 2 * len(ways)) + self.steps
+        return size * (calls / _WEIGHTS + 2 * tokens / _OPERATIONS)
 
     def _bytes(self) -> float:
-        """The truth in float64 with its taps, and a pool of five in float32."""
+        """The truth in float64 with its taps, and the pool in float32."""
         c, n, tapped = self.config, self.length, 0
         if isinstance(c, Config):
             sizes = {name: math.prod(shape) for name, shape in c.taps(n).items()}
             tapped = c.n_layers * sum(sizes[name] for name in self.taps)
-        return (8 + 5 * 4) * n * (c.vocab_size + c.cache_width) + 8 * tapped
+        plans = self.plans([0] * self.steps)
+        (full,) = plans["full"].calls()
+        rows, pool = len(plans["full"].kept(full)), len(self.members(plans))
+        return (8 + pool * 4) * (rows * c.vocab_size + n * c.cache_width) + 8 * tapped
 
 
 def ask(

@@ -189,6 +189,7 @@ def _about(kind: str, path: Path, free: bool) -> str:
         with suppress(Refusal, KeyError, TypeError):
             m = strict_json.read(path / "manifest.json", remedy="")
             text = f" {quoted(m['prompt'])}" if m["prompt"] is not None else ""
+            text = " (the probe)" if m.get("probe") else text
             return f"{m['name']}, {m['dtype']}, {len(m['tokens'])} tokens{text}"
     scratch = "left over from a killed run" if free else "of a running process"
     return scratch if kind == "runs" else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    `threads` are those of the BLAS, None for one per core. `caches` says by a plan's name which
-    other cache it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has
-    its size behind a colon), or on the port one of another dtype. `masks` keeps the port's masks.
-    `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
-    inside a layer to record too; where `truth` names the truth's trace, each plan is followed a
-    second time with every layer fed the truth's input.
+    Those named in `repeat` are followed once more after all, with a trace of their own. `threads`
+    are those of the BLAS, None for one per core. `caches` says by a plan's name which other cache
+    it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has its size
+    behind a colon), or on the port one of another dtype. `masks` keeps the port's masks. `custom`
+    is the FILE.py:load of a person's own, for its engine alone. `taps` are the places inside a
+    layer to record too; where `truth` names the truth's trace, each plan is followed a second time
+    with every layer fed the truth's input.
     """
 
     folder: str
@@ -50,9 +51,14 @@ class Job:
     truth: str | None = None
     ignore_keys: tuple[str, ...] = ()
     custom: str = ""
+    repeat: tuple[str, ...] = ()
 
     def trace(self, plan: Plan) -> Path:
         return self.out / f"{plan.name}.safetensors"
+
+    def repeated(self, plan: Plan) -> Path:
+        """Where the trace goes of the second time that a plan was followed."""
+        return self.out / f"{plan.name}-repeated.safetensors"
 
     def isolated(self, plan: Plan) -> Path:
         """Where the trace goes of the layers fed the truth's input."""
@@ -115,6 +121,11 @@ class Job:
         path = self.out / "job.json"
         write_text(path, msgspec.json.encode(self, enc_hook=str).decode())
         return path
+
+
+def repeated(plans: Iterable[Plan]) -> Plan:
+    """Of the plans over one sequence that which is followed a second time."""
+    return max(plans, key=lambda plan: sum(1 for _ in plan.calls()))
 
 
 def read(path: Path) -> Job:

@@ -7,7 +7,7 @@ nothing of the oracle's may run in this process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, PlanRunner, host
+from mlxkv.engines.runner import Array, Batch, PlanRunner, host
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
@@ -59,14 +59,16 @@ class MlxLmRunner(PlanRunner):
         cache = self.caches[name]
         return 0 if cache is None else int(cache[0].offset)
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V). mlx-lm computes every position's logits either way."""
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(B, len(places), V). mlx-lm computes every position's logits in any case."""
         import mlx.core as mx
 
         why = "mlx-lm takes the position from its cache"
         self.check_position(index_pos, self.held(name), why)
-        logits = self.model(mx.array([tokens]), cache=self.caches[name])[0]
-        return host(logits if self.plan.rows == "all" else logits[-1:])
+        logits = self.model(mx.array(rows), cache=self.caches[name])
+        return host(logits[:, mx.array([*places])])
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -81,7 +83,7 @@ class MlxLmRunner(PlanRunner):
             for i, layer in enumerate(cache or []):
                 if not layer.empty():
                     keys, values = layer.state[:2]
-                    yield name, i, keys[0, :, : layer.offset], values[0, :, : layer.offset]
+                    yield name, i, keys[:, :, : layer.offset], values[:, :, : layer.offset]
 
 
 def prompt_cache(model: Any, kind: str) -> list[Any]:

@@ -2,16 +2,16 @@
 
 `FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32".
 What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
-and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. The file is
-executed because it was named; what goes wrong in it becomes one line. Axes as in
-`mlxkv.port.llama`.
+and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. It may have
+`taps()` too (see `own_taps`). The file is executed because it was named; what goes wrong in it
+becomes one line. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxkv.engines import runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, CropRefusal, PlanRunner, blamed_on, host
+from mlxkv.engines.runner import Array, Batch, CropRefusal, PlanRunner, blamed_on, host
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
@@ -56,15 +56,17 @@ def find(engine: str) -> Source:
 class OwnRunner(PlanRunner):
     """Follows one plan on a model of mlx-lm's convention.
 
-    `name` is the model's in messages, `vocab` is V. Positions are counted here, since a cache that
-    counts wrongly is to be judged and not believed.
+    `name` is the model's in messages, `vocab` is V, `heads` K and D where they are known. Positions
+    are counted here, since a cache that counts wrongly is to be judged and not believed.
     """
 
     failures = (Inexpressible, CropRefusal)
 
-    def __init__(self, model: Any, plan: Plan, *, name: str, vocab: int) -> None:
+    def __init__(
+        self, model: Any, plan: Plan, *, name: str, vocab: int, heads: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(plan)
-        self.model, self.name, self.vocab = model, name, vocab
+        self.model, self.name, self.vocab, self.heads = model, name, vocab, heads
         self.fed: dict[str, int] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -95,21 +97,34 @@ class OwnRunner(PlanRunner):
     def held(self, name: str) -> int:
         return self.fed[name]
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V)."""
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(B, len(places), V). A batch that the model does not take ends its step alone."""
         import mlx.core as mx
 
         held, cache = self.fed[name], self.caches[name]
         self.check_position(index_pos, held, "the cache has the position")
         given = self._made() if cache is None else cache
+        try:
+            logits = self._logits(rows, given)
+        except Refusal as error:
+            if len(rows) == 1:
+                raise
+            raise Inexpressible(f"a batch of {len(rows)}, as {error.what}") from error
+        self.fed[name] = 0 if cache is None else held + len(rows[0])
+        return host(logits[:, mx.array([*places])])
+
+    def _logits(self, rows: Batch, cache: Any) -> Any:
+        """The model's logits, an mx.array (B, L, V)."""
+        import mlx.core as mx
+
         with blamed_on(self.name, CALL):
-            logits = self.model(mx.array([tokens]), cache=given)
+            logits = self.model(mx.array(rows), cache=cache)
             if isinstance(logits, mx.array):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
-        _check(logits, [1, len(tokens), self.vocab], self.name)
-        self.fed[name] = 0 if cache is None else held + len(tokens)
-        rows = logits[0]
-        return host(rows if self.plan.rows == "all" else rows[-1:])
+        _check(logits, [len(rows), len(rows[0]), self.vocab], self.name)
+        return logits
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -119,7 +134,8 @@ class OwnRunner(PlanRunner):
         """The rows of caches whose layers all show them as mlx-lm's do, `state` up to `offset`."""
         for name, cache in self.caches.items():
             with blamed_on(self.name, "a cache's state"):
-                rows = [_rows(layer) for layer in cache or []]
+                batch = self.batches[name] or 1
+                rows = [_rows(layer, batch, self.heads) for layer in cache or []]
             for i, pair in enumerate(rows):
                 if pair is not None and None not in rows:
                     yield name, i, *pair
@@ -145,16 +161,39 @@ def _check(logits: Any, expected: list[int], name: str) -> None:
         raise Refusal(f"{CALL} gave {found}, {expects}", where=name)
 
 
-def _rows(layer: Any) -> tuple[Any, Any] | None:
-    """keys and values, each [K, S, D], of one layer's cache; None where it does not show them."""
+def _rows(layer: Any, batch: int, heads: tuple[int, ...]) -> tuple[Any, Any] | None:
+    """keys and values, each [B, K, S, D], of one layer's cache; None where it shows none.
+
+    Those that it lays out in another way stay so; the judge asks whether it knows that way.
+    """
     import mlx.core as mx
 
     state, offset = getattr(layer, "state", None), getattr(layer, "offset", None)
     if not isinstance(offset, int) or not isinstance(state, tuple | list) or len(state) < 2:
         return None
-    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == 1 for a in state[:2]):
+    if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == batch for a in state[:2]):
         return None
-    return state[0][0, :, :offset], state[1][0, :, :offset]
+    keys, values = (_used(array, offset, heads) for array in state[:2])
+    return keys, values
+
+
+def _used(array: Any, offset: int, heads: tuple[int, ...]) -> Any:
+    """The tokens in use, cut along the axis that neither K nor D takes up; usually the third."""
+    axis = next((i for i in (2, 1, 3) if _beside(array, i) == sorted(heads)), 2)
+    return array[(slice(None),) * axis + (slice(offset),)]
+
+
+def _beside(array: Any, axis: int) -> list[int]:
+    return sorted(size for i, size in enumerate(array.shape) if i not in (0, axis))
+
+
+def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """K and D by a Llama's config.json; () where they are not plain numbers."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+        return ()
+    found = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    return found if all(isinstance(n, int) for n in found) else ()
 
 
 def require(model: Any, name: str) -> Any:
@@ -163,6 +202,14 @@ def require(model: Any, name: str) -> Any:
         lacks = "make_cache()" if callable(model) else CALL
         raise Refusal(f"a {type(model).__name__} without {lacks}, {CONVENTION}", where=name)
     return model
+
+
+def says(model: Any) -> dict[str, Any]:
+    """What a model says of itself for its traces' environment.
+
+    One with `deterministic = False` need not give the same bits when it is asked again.
+    """
+    return {"deterministic": False} if getattr(model, "deterministic", True) is False else {}
 
 
 def load(source: Source, folder: str, dtype: str) -> Any:
@@ -192,11 +239,19 @@ def follow(job: Job) -> None:
     source = find(job.custom)
     environment, checkpoint = job.prepare(job.device)
     model = load(source, str(checkpoint.folder), job.dtype)
-    facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)}
+    facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)} | says(model)
     meta = job.meta(checkpoint, facts, engine=source.name, version="")
 
+    if job.taps:
+        from mlxkv.engines import own_taps
+        from mlxkv.port.config.llama import LlamaConfig
+
+        own_taps.follow(job, model, LlamaConfig.of(checkpoint), meta)
+        return
+    vocab, heads = checkpoint.vocab_size, heads_of(checkpoint.config)
+
     def begin(plan: Plan) -> tuple[OwnRunner, Meta]:
-        return OwnRunner(model, plan, name=source.name, vocab=checkpoint.vocab_size), meta
+        return OwnRunner(model, plan, name=source.name, vocab=vocab, heads=heads), meta
 
     runner.follow(job, f"{source.name} ({job.dtype}, {environment['device']})", begin)
 

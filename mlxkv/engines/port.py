@@ -6,7 +6,7 @@ dtype and in float64, and a library that aborts takes no report with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, PlanRunner, host
+from mlxkv.engines.runner import Array, Batch, PlanRunner, host
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta, Trace
 
@@ -74,16 +74,20 @@ class PortRunner(PlanRunner):
     def held(self, name: str) -> int:
         return len(self.caches[name])
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V)."""
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(B, len(places), V)"""
+        whole = len(places) == len(rows[0])
         logits = self.model(
-            [tokens],
+            rows,
             cache=self.caches[name],
             index_pos=index_pos,
-            all_positions=self.plan.rows == "all",
+            all_positions=whole,
+            places=None if whole else places,
             tap=self.tap,
         )
-        return host(logits).reshape(-1, logits.shape[-1])
+        return host(logits)
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -94,7 +98,7 @@ class PortRunner(PlanRunner):
         for name, cache in self.caches.items():
             for i, layer in enumerate(cache.layers):
                 if layer.keys is not None and layer.values is not None:
-                    yield name, i, layer.keys[0], layer.values[0]
+                    yield name, i, layer.keys, layer.values
 
     def arrays(self) -> dict[str, Array]:
         """With the masks, where they are kept."""

@@ -7,7 +7,7 @@ has them, the fused one does not. Axes as in `mlxkv.port.llama`; n is the number
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 from mlxkv.engines.job import Job
 from mlxkv.engines.port import PortRunner
 from mlxkv.engines.progress import bar
-from mlxkv.engines.runner import Array, host
+from mlxkv.engines.runner import Array, Batch, host
 from mlxkv.port.llama import Llama
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -88,10 +88,12 @@ class TapRunner(PortRunner):
         super().__init__(model, plan, guarded=guarded)
         self.tap = self.recorder = recorder
 
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """(L, V), or (1, V)."""
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """(B, len(places), V)"""
         self.recorder.begin(self.held(name) if index_pos is None else index_pos)
-        return super().forward(name, tokens, index_pos)
+        return super().forward(name, rows, index_pos, places)
 
 
 def run(

@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,8 @@ from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Ste
 from oracle.formats.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
+Batch = tuple[tuple[int, ...], ...]
+"""The tokens of a call, row by row, all of one length."""
 
 
 @contextmanager
@@ -73,7 +75,8 @@ class PlanRunner(ABC):
     """Follows one plan. `failures` are the errors that end a step alone; others are faults of ours.
 
     `caches` are the engine's, by name; mlx-lm's convention has None for no cache. `seconds` are
-    those spent in forward calls.
+    those spent in forward calls. Of a batch the logits of one row stand after those of another, and
+    `batch` says which they are of; `batches` are the rows of each cache's, 0 where it holds none.
     """
 
     failures: tuple[type[Exception], ...] = (ValueError,)
@@ -84,6 +87,8 @@ class PlanRunner(ABC):
         self.rows: list[Array] = []
         self.positions: list[Array] = []
         self.steps: list[Array] = []
+        self.batch: list[Array] = []
+        self.batches: dict[str, int] = {}
         self.outcomes: list[Outcome] = []
         self.seconds = 0.0
 
@@ -108,8 +113,11 @@ class PlanRunner(ABC):
         """How many tokens the cache says that it holds."""
 
     @abstractmethod
-    def forward(self, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        """One call's logits (L, V), or (1, V) where the plan keeps only the last position's.
+    def forward(
+        self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
+    ) -> Array:
+        """One call of `rows`, B of L tokens each: the logits at `places` in them, of which there is
+        one at least, (B, len(places), V).
 
         In float32 or float64.
         """
@@ -120,7 +128,7 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
-        """Cache, layer, keys and values, each [K, S, D], of every layer that holds some."""
+        """Cache, layer, keys and values, each [B, K, S, D], of every layer that holds some."""
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> Self:
         """Follows every step; one that fails keeps its error's text, and the next one follows."""
@@ -136,16 +144,19 @@ class PlanRunner(ABC):
         return self
 
     def arrays(self) -> dict[str, Array]:
-        """A trace's arrays: all rows, and the keys and values that each cache holds in the end."""
-        none = [np.zeros(0, np.int32)]
-        arrays = {
-            "logits": np.concatenate(self.rows) if self.rows else self.nothing(),
-            "positions": np.concatenate(self.positions or none).astype(np.int32),
-            "steps": np.concatenate(self.steps or none).astype(np.int32),
-        }
-        for name, i, keys, values in self.kept():
-            arrays[f"kv/{name}/{i:03d}/keys"] = host(keys)
-            arrays[f"kv/{name}/{i:03d}/values"] = host(values)
+        """A trace's arrays: all rows, and the keys and values that each cache holds in the end.
+
+        Those of one sequence are [K, S, D], those of a batch [B, K, S, D].
+        """
+        numbers = {"positions": self.positions, "steps": self.steps}
+        numbers |= {"batch": self.batch} if self.plan.batched else {}
+        arrays = {"logits": np.concatenate(self.rows) if self.rows else self.nothing()}
+        for name, of in numbers.items():
+            arrays[name] = np.concatenate([np.zeros(0, np.int32), *of]).astype(np.int32)
+        for name, i, *pair in self.kept():
+            for kind, array in zip(("keys", "values"), pair, strict=True):
+                rows = host(array)
+                arrays[f"kv/{name}/{i:03d}/{kind}"] = rows if self.batches[name] else rows[0]
         return arrays
 
     def check_crop(self, length: int, held: int) -> None:
@@ -163,28 +174,34 @@ class PlanRunner(ABC):
         match step:
             case New(name, use_kv_cache):
                 self.new(name, use_kv_cache)
-            case Call(name, tokens, index_pos):
-                self._call(index, name, tokens, index_pos)
+                self.batches[name] = 0
+            case Call(name, _, index_pos):
+                self.batches[name] = len(step.batch) if step.batched else 0
+                self._call(index, name, step.batch, index_pos)
             case Greedy():
                 return self._greedy(index, step)
             case Clone(source, target):
                 self.clone(source, target)
+                self.batches[target] = self.batches[source]
             case Crop(name, length):
                 self.crop(name, length)
             case Reset(name):
                 self.reset(name)
         return None
 
-    def _call(self, index: int, name: str, tokens: tuple[int, ...], index_pos: int | None) -> Array:
-        held = self.held(name)
+    def _call(self, index: int, name: str, batch: Batch, index_pos: int | None) -> Array:
+        """One call, whose kept rows go into the trace; the last of its logits."""
+        held, width = self.held(name), len(batch[0])
+        places = [position - held for position in self.plan.kept_of(held, width)]
         begun = time.perf_counter()
-        rows = self.forward(name, tokens, index_pos)
+        logits = self.forward(name, batch, index_pos, places or [width - 1])
         self.seconds += time.perf_counter() - begun
-        last = held + len(tokens)
+        rows = logits[:, : len(places)].reshape(-1, logits.shape[-1])
         self.rows.append(rows)
-        self.positions.append(np.arange(last - len(rows), last))
+        self.positions.append(np.tile(held + np.array(places, np.int32), len(batch)))
+        self.batch.append(np.repeat(np.arange(len(batch)), len(places)))
         self.steps.append(np.full(len(rows), index))
-        newest: Array = rows[-1]
+        newest: Array = logits[-1, -1]
         return newest
 
     def _greedy(self, index: int, step: Greedy) -> list[int]:
@@ -192,7 +209,7 @@ class PlanRunner(ABC):
         tokens, position = step.tokens, step.index_pos
         for calls in range(1, step.n + 1):
             # numpy takes the first of equals, which is the lowest id.
-            chosen.append(int(np.argmax(self._call(index, step.cache, tokens, position))))
+            chosen.append(int(np.argmax(self._call(index, step.cache, (tokens,), position))))
             if position is not None and step.index_pos is not None:
                 position = {
                     "right": position + len(tokens),
@@ -206,16 +223,18 @@ class PlanRunner(ABC):
 def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]]) -> None:
     """Runs each of the job's plans on the runner that `begin` makes for it, and writes its trace.
 
-    Writes the seconds spent in forward calls too.
+    Then those that are to be repeated. Writes the seconds spent in forward calls too.
     """
     seconds = 0.0
-    with bar(label, sum(len(plan.steps) for plan in job.plans)) as advance:
-        for plan in job.plans:
+    runs = [(plan, job.trace(plan), 0) for plan in job.plans]
+    runs += [(plan, job.repeated(plan), 1) for plan in job.plans if plan.name in job.repeat]
+    with bar(label, sum(len(plan.steps) for plan, _, _ in runs)) as advance:
+        for plan, path, repeat in runs:
             runner, meta = begin(plan)
             runner.run(advance)
             seconds += runner.seconds
-            made = replace(meta, plan=plan, outcomes=runner.outcomes)
-            write(job.trace(plan), made, runner.arrays())
+            made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
+            write(path, made, runner.arrays())
     job.write_seconds(seconds)
 
 

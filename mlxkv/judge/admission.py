@@ -19,8 +19,6 @@ from oracle.formats.plan import Plan
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
     """Traces under the names of the judged plans that have the same digest.
@@ -114,11 +112,7 @@ def cache_reasons(trace: Trace, truth: Trace) -> list[str]:
 
 def case_reasons(case: Case) -> list[str]:
     """Why the oracle's side cannot serve as a measure; empty where it can."""
-    manifest, dtype = case.manifest, case.manifest.dtype
-    reasons = contents.reasons(manifest, case.truth, case.references, case.pool, case.floors)
-    if dtype not in DTYPES:
-        reasons.append(f"manifest.json: dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    return reasons
+    return contents.reasons(case.manifest, case.truth, case.references, case.pool, case.floors)
 
 
 def _cache_names(trace: Trace) -> set[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oracle.formats import contents
-from oracle.formats.contents import PROBE as PROBE
+from oracle.formats.run_folder import PROBE as PROBE
 from oracle.formats.run_folder import Manifest, Pool, read_manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace

@@ -1,8 +1,10 @@
-"""Which usual mistake explains a difference: the engine against a truth that makes the mistake too.
+"""Which usual mistake explains a difference, and which of them a run could not see.
 
-The folder of suspects is the oracle's (`python -m oracle suspects`): for each usual mistake a trace
-of the first positions as the truth would have it with that mistake, and in `suspects.json` its name
-and words.
+The folder of suspects is the oracle's (`python -m oracle suspects`): for each usual mistake the
+errors, against the truth, of a truth that makes the mistake too, and some columns of its logits.
+In `suspects.json` stand its name and words, and the plan in which alone it shows.
+
+Axes: n positions of suspects, C columns, K key/value heads.
 """
 
 from __future__ import annotations
@@ -12,69 +14,128 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from mlxkv.judge import measure
-from mlxkv.judge.case import Case
-from mlxkv.judge.floors import Floors, logit_floors
+from mlxkv.judge import limits, measure
+from mlxkv.judge.angles import Angles, estimate
+from mlxkv.judge.cache_gates import ratio_gates
+from mlxkv.judge.case import CACHE, ORDER, Case
+from mlxkv.judge.floors import Floors, cache_floors, logit_floors
 from mlxkv.judge.gates import pooled
 from mlxkv.judge.limits import SIGMA
-from mlxkv.judge.result import Cause
-from oracle.formats import strict_json
+from mlxkv.judge.measure import Floats, Measures
+from mlxkv.judge.result import Cause, Gate
+from oracle.formats import strict_json, tensors
 from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
-from oracle.formats.trace import Trace, read
+from oracle.formats.tensors import Array
+from oracle.formats.trace import Trace
 
-FORMAT = "mlxkv-suspects/1"
+FORMAT = "mlxkv-suspects/2"
+ARRAYS = "suspects.safetensors"
+ROUGH = 1 / 3
+"""A cache in float16 is rounded otherwise where float32's noise crosses a border: of an error of
+203 floors some 30 are left against the truth with such a cache, 0.15 of it; less where the
+rounding is coarser."""
+SURE = 1.5
+"""How far beyond a limit a suspect's own error must lie to be called seen: a run's noise may lie
+against it. Of the shift correct runs read up to 5.0 of 10, and less of all others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Suspect:
-    """A usual mistake, and the truth of the first positions with it."""
+    """A usual mistake: `rms`, `shift` and `peak` (n,), as in Measures; `logits` (n, C).
+
+    `cache` (keys and values, layers, K, n) is the rms of the cache's errors. `plan` is "" if it
+    shows in all plans; a `rough` one rounds what no two engines round alike.
+    """
 
     name: str
     words: str
-    truth: Trace
+    plan: str
+    rough: bool
+    rms: Floats
+    shift: Floats
+    peak: Floats
+    cache: Floats
+    logits: Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+@dataclass(frozen=True, slots=True, eq=False)
+class Suspects:
+    """Those of one run folder, over its first n positions and some columns (C,) of logits."""
+
+    listed: tuple[Suspect, ...]
+    columns: Array
+    angles: Angles
+    n: int
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     words: str
-    file: str
-    sha256: str
+    plan: str
+    rough: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _List:
+class _List(msgspec.Struct, forbid_unknown_fields=True):
     inputs: str
     fingerprint: str
+    theta: float
+    sha256: str
     suspects: list[_Entry]
 
 
-def find(case: Case, candidates: Mapping[str, Trace], suspects: Sequence[Suspect]) -> Cause | str:
-    """The suspect with the least sigma, or why there is none.
+def find(case: Case, candidates: Mapping[str, Trace], suspects: Suspects) -> Cause | str:
+    """The suspect with the least sigma, or what the keys' angles say, or why there is none.
 
-    It must be within the limit of sigma, which the truth itself must be above. Judged on the full
-    plan, or on the step plan if there is no full one, at the positions that the suspects have.
+    Judged on the first plan above the limit of sigma, at the positions that the suspects have.
     """
-    held, unsought = max((len(s.truth.logits) for s in suspects), default=0), "was not looked for"
-    run = _first(candidates.get("full", candidates.get("step")), held)
-    if run is None:
-        where = f"no row of plan full or step at the first {held} positions"
-        return f"the cause {unsought}: {where}"
+    n, unsought = suspects.n, "the cause was not looked for"
     floors = logit_floors(case, measure.truth_rows(case.truth))
-    if _sigma(run, case.truth, floors) <= SIGMA:
-        where = f"at the first {held} positions of plan {run.meta.plan.name}"
-        return f"the cause {unsought}: sigma is within its limit {where}"
-    causes = [Cause(s.name, s.words, _sigma(run, s.truth, floors)) for s in suspects]
-    best = min(causes, key=lambda cause: cause.sigma)
-    if best.sigma <= SIGMA:
-        return best
-    return f"none of {len(suspects)} usual suspects explains the difference"
+    runs = {plan: run for plan in ORDER if (run := _first(candidates.get(plan), n)) is not None}
+    measured = {plan: measure.measure(run, case.truth) for plan, run in runs.items()}
+    above = [plan for plan, one in measured.items() if not _sigma(one.rms, one, floors) <= SIGMA]
+    for plan in above[:1]:
+        if cause := _nearest(runs[plan], measured[plan], suspects, floors):
+            return cause
+    cached = [run for run in candidates.values() if run.kv(CACHE, 0) is not None]
+    for run in cached[:1]:
+        if cause := estimate(case, run, suspects.angles):
+            return cause
+    if above:
+        return f"none of {len(suspects.listed)} usual suspects explains the difference"
+    if not runs:
+        return f"{unsought}: no row of a judged plan at the first {n} positions"
+    plans = " and ".join(runs)
+    return f"{unsought}: sigma is within its limit at the first {n} positions of plan {plans}"
 
 
-def read_suspects(folder: Path, fingerprint: str) -> list[Suspect]:
+def blind(
+    case: Case, candidates: Mapping[str, Trace], gates: Sequence[Gate], suspects: Suspects
+) -> tuple[str, ...]:
+    """The words of those suspects that these very runs could not have shown.
+
+    A suspect is seen if its own errors are clearly beyond a limit of a gate that ran. Positions
+    that the suspects do not have count as without error. Decisive flips are not asked: one takes an
+    error of half its margin, which the peak shows before.
+    """
+    floors = logit_floors(case, measure.truth_rows(case.truth))
+    ran = {gate.name for gate in gates if gate.ran}
+    unseen = []
+    for suspect in suspects.listed:
+        plans = [plan for plan in candidates if suspect.plan in ("", plan)]
+        shown = any(_seen(suspect, candidates[plan], suspects.n, floors) for plan in plans)
+        if case.cached in plans and not shown:
+            of_cache = _of_cache(case, suspect)
+            shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
+        if plans and not shown:
+            unseen.append(suspect.words)
+    return tuple(dict.fromkeys(unseen))
+
+
+def read_suspects(folder: Path, fingerprint: str) -> Suspects:
     """The suspects of the weights of that fingerprint; a Refusal if the folder is not whole."""
     path = folder / "suspects.json"
     how: dict[str, Any] = {"where": path, "remedy": "have the folder made again"}
@@ -83,21 +144,81 @@ def read_suspects(folder: Path, fingerprint: str) -> list[Suspect]:
     if found.fingerprint != fingerprint:
         what = f"of weights {found.fingerprint[:16]}, expected {fingerprint[:16]}"
         raise Refusal(what, **how)
-    for entry in found.suspects:
-        if hash_once(folder / entry.file) != entry.sha256:
-            raise Refusal(f"sha256 of {entry.file} is another than the one listed", **how)
-    return [Suspect(one.name, one.words, read(folder / one.file)) for one in found.suspects]
+    if hash_once(folder / ARRAYS) != found.sha256:
+        raise Refusal(f"sha256 of {ARRAYS} is another than the one listed", **how)
+    _, arrays = tensors.read(folder / ARRAYS)
+    each = ("rms", "shift", "peak", "cache", "logits")
+    if any(len(arrays.get(name, ())) != len(found.suspects) for name in each):
+        raise Refusal(f"{ARRAYS} holds another number of suspects than are listed", **how)
+    listed = [
+        Suspect(
+            one.name, one.words, one.plan, one.rough, **{name: arrays[name][i] for name in each}
+        )
+        for i, one in enumerate(found.suspects)
+    ]
+    angles = Angles(found.theta, arrays["frequencies"], arrays["powers"])
+    return Suspects(tuple(listed), arrays["columns"], angles, arrays["rms"].shape[1])
 
 
 def _first(run: Trace | None, n: int) -> Trace | None:
-    """Only the rows of the first n positions, where there are any."""
-    keep = np.flatnonzero(np.asarray(run.positions) < n) if run is not None else ()
-    if run is None or len(keep) == 0:
+    """Only the rows of the first n positions, where there are any, in order of position."""
+    if run is None or not (np.asarray(run.positions) < n).any():
         return None
+    order = np.argsort(run.positions, kind="stable")
+    keep = order[np.asarray(run.positions)[order] < n]
     return replace(run, arrays={name: run.arrays[name][keep] for name in ("logits", "positions")})
 
 
-def _sigma(run: Trace, truth: Trace, floors: Floors) -> float:
-    measured = measure.measure(run, truth)
-    sigma = pooled(measured.rms / floors.rms[measured.positions])
+def _sigma(rms: Floats, run: Measures, floors: Floors) -> float:
+    sigma = pooled(rms / floors.rms[run.rows])
     return sigma if np.isfinite(sigma) else float("inf")
+
+
+def _nearest(run: Trace, measured: Measures, suspects: Suspects, floors: Floors) -> Cause | None:
+    """The suspect that explains the run; it must leave half of the difference at most."""
+    least, right = None, _sigma(measured.rms, measured, floors)
+    for suspect in suspects.listed:
+        if suspect.plan not in ("", run.meta.plan.name):
+            continue
+        sigma = _sigma(_left(run, measured, suspect, suspects.columns), measured, floors)
+        limit = max(SIGMA, ROUGH * right) if suspect.rough else SIGMA
+        if sigma <= min(limit, right / 2) and (least is None or sigma < least.sigma):
+            least = Cause(suspect.name, suspect.words, sigma)
+    return least
+
+
+def _left(run: Trace, measured: Measures, suspect: Suspect, columns: Array) -> Floats:
+    """What the suspect leaves of the run's error, its rms by position.
+
+    Of the sampled columns; but at least what the two rms over all columns differ by, so that an
+    error of few columns is not taken for none.
+    """
+    at = measured.positions
+    with np.errstate(invalid="ignore", over="ignore"):
+        e = np.subtract(run.logits[:, columns], suspect.logits[at], dtype=np.float64)
+        e -= e.mean(1, keepdims=True)
+        sampled = np.sqrt(np.mean(e * e, axis=1))
+        return np.asarray(np.maximum(sampled, np.abs(measured.rms - suspect.rms[at])))
+
+
+def _seen(suspect: Suspect, run: Trace, n: int, floors: Floors) -> bool:
+    """Whether the logits' gates on the run would have shown the suspect."""
+    at = np.asarray(run.positions)[np.asarray(run.positions) < n]
+    sigmas = suspect.rms[at] / floors.rms[at]
+    pairs = (
+        (np.sqrt(np.sum(sigmas**2, keepdims=True) / len(run.positions)), SIGMA),
+        (sigmas, limits.WORST),
+        (suspect.peak[at] / floors.peak[at], limits.PEAK),
+        (np.abs(suspect.shift[at]) / floors.shift[at], limits.SHIFT),
+    )
+    return any((values > SURE * limit).any() for values, limit in pairs)
+
+
+def _of_cache(case: Case, suspect: Suspect) -> list[Gate]:
+    """The gates on keys and values as the suspect alone would read."""
+    largest = measure.cache_largest(case.truth)
+    if largest is None:
+        return []
+    errors = np.zeros_like(largest)
+    errors[..., : suspect.cache.shape[-1]] = suspect.cache
+    return ratio_gates(case, errors / cache_floors(case, largest))

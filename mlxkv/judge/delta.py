@@ -37,6 +37,8 @@ _CHUNKED: tuple[tuple[Key, Key], ...] = (
     (("ours", "chunked"), ("ours", "step")),
     (("ours", "chunked"), ("theirs", "full")),
     (("ours", "chunked"), ("theirs", "chunked")),
+    (("ours", "mixed"), ("ours", "step")),
+    (("ours", "mixed"), ("theirs", "full")),
 )
 
 
@@ -95,7 +97,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The page's table 3 (cached against uncached) and table 4 (chunked prefill)."""
+    """The page's table 3 (cached against uncached) and table 4 (chunked prefill), to which the plan
+    mixed is added.
+    """
 
     cached: tuple[Pair, ...] = ()
     chunked: tuple[Pair, ...] = ()

@@ -12,18 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxkv.judge import limits, measure
-from mlxkv.judge.admission import cache_reasons, layers
 from mlxkv.judge.case import Case
-from mlxkv.judge.floors import Floors, cache_floors, logit_floors
+from mlxkv.judge.floors import Floors, logit_floors
 from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
-
-_OF_CACHE = {
-    "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
-    "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +47,7 @@ def logit_gates(
     floors = yardstick.floors if floors is None else floors
     sigmas = run.rms / floors.rms[rows]
     sigma = pooled(sigmas)
-    first = None if sigma <= limits.SIGMA else _first(at[~(sigmas <= limits.SIGMA)])
+    first = None if sigma <= limits.SIGMA else first_of(at[~(sigmas <= limits.SIGMA)])
     flipped = run.best != truth.best[rows]
     flipped &= truth.margin[rows] > limits.FLIP_MARGIN * floors.peak[rows]
     peaks, shifts = run.peak / floors.peak[rows], np.abs(run.shift) / floors.shift[rows]
@@ -77,32 +71,26 @@ def pooled(ratios: Floats) -> float:
     return float(np.sqrt(np.mean(ratios * ratios)))
 
 
-def algebra_gates(
-    yardstick: Yardstick, traces: Mapping[str, Trace]
-) -> tuple[list[Gate], list[str]]:
-    """The gates on float64 runs, and what leaves the verdict open.
+def algebra_gates(yardstick: Yardstick, traces: Mapping[str, Trace]) -> list[Gate]:
+    """The gates on the logits of float64 runs.
 
     Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
     decide.
     """
-    case, gates, reasons = yardstick.case, list[Gate](), list[str]()
+    case, gates = yardstick.case, list[Gate]()
     for plan, trace in traces.items():
         untrue = None if case.has_truth else "not run: no truth for this architecture"
         why = untrue or _unproved(trace)
         if why is not None:
-            gates.append(_not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
+            gates.append(not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
             continue
         at, errors = measure.largest_error(trace, case.truth)
         ratios = errors / yardstick.truth.largest.max()
         gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
-        if plan == case.cached and layers(trace) > 0:
-            gate, odd = _algebra_cache_gate(yardstick, trace)
-            gates.append(gate)
-            reasons += odd
     if not gates:
         why = "not run: no float64 run of this engine"
-        gates.append(_not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
-    return gates, reasons
+        gates.append(not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
+    return gates
 
 
 def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
@@ -119,59 +107,12 @@ def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
     elif traces[plan].meta.engine != traces[other].meta.engine:
         why = "the two traces are of different engines"
     if why is not None:
-        return _not_run(name, plan, limits.CACHED, f"not run: {why}")
+        return not_run(name, plan, limits.CACHED, f"not run: {why}")
     at, rms = measure.difference(traces[plan], traces[other])
     held = np.isin(at, case.truth.positions)
     at, rms = at[held], rms[held]
     ratios = rms / yardstick.floors.cached[measure.rows_of(case.truth, at.tolist())]
     return _by_position(case, name, plan, at, ratios, limits.CACHED)
-
-
-def cache_gates(yardstick: Yardstick, cached: Trace | None) -> tuple[list[Gate], list[str]]:
-    """The gates on the keys and values of `Case.cached`, and what leaves the verdict open."""
-    case, largest = yardstick.case, yardstick.cache_largest
-    why, odd = _unread(yardstick, cached)
-    if cached is None or largest is None or why is not None:
-        gates = [
-            _not_run(name, case.cached, limit, f"not run: {why}")
-            for names in _OF_CACHE.values()
-            for name, limit in zip(names, _cache_limits(), strict=True)
-        ]
-        return gates, odd
-    rms, _ = measure.cache_errors(cached, case.truth)
-    return ratio_gates(case, rms / cache_floors(case, largest)), []
-
-
-def ratio_gates(case: Case, ratios: Floats) -> list[Gate]:
-    """The gates on keys and values, from their errors in floors (keys and values, layers, K, n).
-
-    Per layer and head, of which the worst decides: the median over positions, the 95th percentile,
-    and the worst row.
-    """
-    gates, (median, most, worst) = [], _cache_limits()
-    for names, of in zip(_OF_CACHE.values(), ratios, strict=True):
-        gates += [
-            _over_rows(case, names[0], of, np.median(of, axis=-1), median),
-            _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
-            _in_cache(case, names[2], of[None], worst),
-        ]
-    return gates
-
-
-def _cache_limits() -> tuple[float, float, float]:
-    return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
-
-
-def _unread(yardstick: Yardstick, cached: Trace | None) -> tuple[str | None, list[str]]:
-    """Why keys and values cannot be measured, and what of that leaves the verdict open."""
-    case = yardstick.case
-    if yardstick.cache_largest is None:
-        return case.truth.meta.no_cache or "no keys in the oracle folder", []
-    if cached is None or layers(cached) == 0:
-        return f"no trace of plan {case.cached}" if cached is None else "no keys in trace", []
-    odd = cache_reasons(cached, case.truth)
-    # Of another architecture no layout of the cache is the standard; if it lost a row, logits tell.
-    return odd[0] if odd else None, odd if case.has_truth else []
 
 
 def _unproved(trace: Trace) -> str | None:
@@ -187,53 +128,24 @@ def within(value: object, limit: float) -> bool:
     return isinstance(value, int | float) and value <= limit
 
 
-def _algebra_cache_gate(yardstick: Yardstick, trace: Trace) -> tuple[Gate, list[str]]:
-    """Relative to each layer's largest key or value: layers differ by orders of magnitude."""
-    name, case, largest = GateName.ALGEBRA_CACHE, yardstick.case, yardstick.cache_largest
-    odd = cache_reasons(trace, case.truth)
-    if odd or largest is None:
-        why = f"not run: {(odd or ['no keys in the oracle folder'])[0]}"
-        return _not_run(name, case.cached, limits.ALGEBRA, why), odd
-    _, errors = measure.cache_errors(trace, case.truth)
-    largest = np.maximum(largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
-    return _in_cache(case, name, errors / largest, limits.ALGEBRA), []
-
-
-def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:
-    """`ratios` (layers, K, n), and `over_n` (layers, K) made of them; the worst head decides."""
-    layer, head = (int(i) for i in np.unravel_index(int(np.argmax(over_n)), over_n.shape))
-    value, above = float(over_n[layer, head]), np.flatnonzero(~(ratios[layer, head] <= limit))
-    first = None if value <= limit else _first(above)
-    return Gate(name, case.cached, value, limit, layer=layer, head=head, first=first)
-
-
-def _in_cache(case: Case, name: GateName, ratios: Floats, limit: float) -> Gate:
-    """`ratios` (kinds, layers, K, n); the worst row decides."""
-    worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
-    _, layer, head, position = (int(i) for i in worst)
-    value, text = float(ratios.max()), case.text(position)
-    first = _first(np.flatnonzero(~(ratios <= limit).all(axis=(0, 1, 2))))
-    return Gate(name, case.cached, value, limit, position, text, layer, head, first)
-
-
 def _by_position(
     case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
-    worst, first = int(np.argmax(ratios)), _first(at[~(ratios <= limit)])  # NaN is the largest
+    worst, first = int(np.argmax(ratios)), first_of(at[~(ratios <= limit)])  # NaN is the largest
     value, position = float(ratios[worst]), int(at[worst])
     return Gate(name, plan, value, limit, position, case.text(position), first=first)
 
 
 def _count(case: Case, name: GateName, plan: str, at: Array, wrong: Bools) -> Gate:
     """How many positions are `wrong`; none may be."""
-    first = _first(at[wrong])
+    first = first_of(at[wrong])
     text = case.text(first) if first is not None else None
     return Gate(name, plan, float(wrong.sum()), 0.0, first, text, first=first)
 
 
-def _first(positions: Array) -> int | None:
+def first_of(positions: Array) -> int | None:
     return int(positions[0]) if len(positions) else None
 
 
-def _not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
+def not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:
     return Gate(name, plan, float("nan"), limit, reason=reason)

@@ -8,7 +8,7 @@ Axes: R rows, V vocabulary, n positions, K key/value heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,18 +124,27 @@ def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
 
 def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
     """rms and max over D of the cache's error, each (keys and values, layers, K, n)."""
+    found = [kind_errors(trace, truth, kind) for kind in ("keys", "values")]
+    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
+
+
+def kind_errors(
+    trace: Trace, truth: Trace, kind: str, undo: Callable[[Array], Array] = np.asarray
+) -> tuple[Floats, Floats]:
+    """rms and max over D of the error of keys, or of values, each (layers, K, n).
+
+    `undo` gives a layer's stored array as the truth has it, (K, n, D).
+    """
     found = []
     for layer in range(layers(truth)):
-        mine, its = trace.kv(CACHE, layer), truth.kv(CACHE, layer)
-        if mine is None or its is None:
-            what, remedy = f"no keys or values of layer {layer}", "write those of every layer"
-            raise Refusal(f"{what}, expected both", where=trace.label, remedy=remedy)
+        name = f"kv/{CACHE}/{layer:03d}/{kind}"
+        if name not in trace.arrays or name not in truth.arrays:
+            what, remedy = f"no {kind} of layer {layer}", "write keys and values of every layer"
+            raise Refusal(f"{what}, expected them", where=trace.label, remedy=remedy)
         with np.errstate(invalid="ignore", over="ignore"):
-            e = np.stack(
-                [np.subtract(m, t, dtype=np.float64) for m, t in zip(mine, its, strict=True)]
-            )
+            e = np.subtract(undo(trace.arrays[name]), truth.arrays[name], dtype=np.float64)
             found.append((np.sqrt(np.mean(e * e, axis=-1)), np.abs(e).max(-1)))
-    return np.stack([rms for rms, _ in found], 1), np.stack([worst for _, worst in found], 1)
+    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
 
 
 def cache_largest(truth: Trace) -> Floats | None:

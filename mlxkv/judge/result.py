@@ -144,11 +144,12 @@ class FirstWrong:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The usual mistake that explains a difference, and the sigma left against a truth with it."""
+    """The usual mistake that explains a difference, and the sigma left `against` what has it."""
 
     name: str
     words: str
     sigma: float
+    against: str = "a truth with that mistake"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import numpy as np
 
 from mlxkv.judge import limits, measure
 from mlxkv.judge.admission import admit, case_reasons
+from mlxkv.judge.cache_gates import algebra_cache_gates, cache_gates
 from mlxkv.judge.case import Case
 from mlxkv.judge.controls import Trust, trust
 from mlxkv.judge.gates import (
     Yardstick,
     algebra_gates,
-    cache_gates,
     cached_gate,
     logit_gates,
     pooled,
@@ -27,7 +27,7 @@ from oracle.formats.trace import Trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """The gates on one sequence, why they leave the verdict open, and all that they stand on.
+    """The gates on one sequence, why they leave the verdict open, notes, and all they stand on.
 
     `runs` are the traces measured in the run's dtype, `exact` those in float64, `repeats` those of
     plans followed a second time. `name` is "probe" for the probe's sequence, else "".
@@ -42,6 +42,7 @@ class Judged:
     measures: Mapping[str, Measures]
     gates: tuple[Gate, ...]
     reasons: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def case(self) -> Case:
@@ -64,7 +65,7 @@ class Judged:
 
     def shown(self, plan: str) -> str:
         """A plan's name in the verdict."""
-        return f"{self.name} {plan}" if self.name else plan
+        return _shown(self.name, plan)
 
 
 def sequence(
@@ -83,14 +84,10 @@ def sequence(
     exact, exact_refused = admit(case, algebra, "float64")
     again, again_refused = admit(case, repeats, case.manifest.dtype)
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
-    gates, reasons = algebra_gates(yardstick, exact)
-    for plan, run in measures.items():
-        gates += logit_gates(yardstick, plan, run)
-        reasons += _too_near(yardstick, plan, run)
-    changing, apart = repeat_gates(yardstick, runs, again)
-    of_cache, odd = cache_gates(yardstick, runs.get(case.cached))
-    gates += [*changing, cached_gate(yardstick, runs), *of_cache]
+    gates, reasons, notes = _gates(yardstick, measures, runs, exact, again)
     refused += [*exact_refused, *(f"repeat: {reason}" for reason in again_refused)]
+    for plan, run in measures.items():
+        notes += _near(yardstick, _shown(name, plan), run)
     return Judged(
         name=name,
         yardstick=yardstick,
@@ -100,8 +97,33 @@ def sequence(
         repeats=again,
         measures=measures,
         gates=tuple(gates),
-        reasons=(*refused, *reasons, *apart, *odd),
+        reasons=(*refused, *reasons),
+        notes=tuple(notes),
     )
+
+
+def _gates(
+    yardstick: Yardstick,
+    measures: Mapping[str, Measures],
+    runs: Mapping[str, Trace],
+    exact: Mapping[str, Trace],
+    again: Mapping[str, Trace],
+) -> tuple[list[Gate], list[str], list[str]]:
+    """All gates, what leaves the verdict open, and notes on the cache."""
+    case, logits = yardstick.case, list[Gate]()
+    algebra = algebra_gates(yardstick, exact)
+    of_exact, exact_odd = algebra_cache_gates(yardstick, exact, algebra)
+    for plan, run in measures.items():
+        logits += logit_gates(yardstick, plan, run)
+    changing, apart = repeat_gates(yardstick, runs, again)
+    cached = cached_gate(yardstick, runs)
+    of_cache, odd, notes = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
+    gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
+    return gates, [*exact_odd, *apart, *odd], notes
+
+
+def _shown(name: str, plan: str) -> str:
+    return f"{name} {plan}" if name else plan
 
 
 def _yardstick(case: Case) -> Yardstick | list[str]:
@@ -117,12 +139,13 @@ def _yardstick(case: Case) -> Yardstick | list[str]:
     return [f"{case.truth.label}: {what}"]
 
 
-def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
-    """A float32 run nearer to the truth than any correct engine means that the pool is wrong.
+def _near(yardstick: Yardstick, shown: str, run: Measures) -> list[str]:
+    """A note on a float32 run nearer to the truth than any that computes in float32 throughout.
 
-    The ratio is to what the members read: a floor that was raised to one ulp makes a small sigma
-    and says nothing about the pool. Against the mean of n runs nothing can be said either, since
-    the truth itself could not read less than 1 / sqrt(n).
+    To be accurate is no mistake: an engine may compute in float64 inside, or make its tables so.
+    Whether the pool is too far from the truth is asked of the pool itself. The ratio is to what its
+    members read: a floor that was raised to one ulp makes a small sigma and says nothing. Nor does
+    the mean of n runs, where no sigma can be below 1 / sqrt(n).
     """
     case = yardstick.case
     if case.manifest.dtype != "float32" or not case.has_truth:
@@ -131,7 +154,4 @@ def _too_near(yardstick: Yardstick, plan: str, run: Measures) -> list[str]:
         sigma = pooled(run.rms / yardstick.floors.pool[run.rows])
     if not sigma < limits.SIGMA_LEAST:
         return []
-    return [
-        f"plan {plan}: sigma is {sigma:.2g}, expected at least {limits.SIGMA_LEAST}: "
-        "the pool is further from the truth than the candidate"
-    ]
+    return [f"plan {shown}: sigma is {sigma:.2g}: nearer to the truth than float32 throughout is"]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
 from mlxkv.judge.sequence import Judged
-from oracle.formats.plan import Feed, Plan, left_out
+from oracle.formats.plan import PROBE, Feed, Plan, left_out
 from oracle.formats.trace import Trace
 
 NOTHING = ("everything: nothing was compared",)
@@ -28,7 +28,7 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
     if not sequences:
         return list(NOTHING)
     plans = [t.meta.plan for one in sequences for t in (one.runs or one.exact).values()]
-    lines = [_positions(sequences), _ids(sequences, main.case.truth.logits.shape[1])]
+    lines = [_positions(sequences, probe), _ids(sequences, main.case.truth.logits.shape[1])]
     lines += [*_shapes(plans), _absent_plan(main), *_rows(sequences)]
     lines += ["batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them"]
     lines += [_repeats(sequences)]
@@ -36,8 +36,10 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
     return [line for line in lines if line]
 
 
-def _positions(sequences: Sequence[Judged]) -> str:
+def _positions(sequences: Sequence[Judged], probe: Judged | None) -> str | None:
     last = max(one.case.length for one in sequences) - 1
+    if probe is not None and last + 1 >= probe.case.length < PROBE:
+        return None  # a probe is cut only by the context, which has no positions beyond
     boundary = _BUFFER
     while boundary <= last:
         boundary *= 2
@@ -79,7 +81,7 @@ def _absent_plan(main: Judged) -> str | None:
     if plan in main.runs or plan in main.exact:
         return None
     if plan in about.plans:
-        return f"plan {plan}: no trace of it"
+        return f"plan {plan}: no usable trace of it"
     n, prompt = main.case.length, about.prompt_tokens
     why = left_out(n, prompt=prompt, original=about.original).get(plan, "not in the run folder")
     return f"plan {plan}: {why}"
@@ -103,11 +105,11 @@ def _repeats(sequences: Sequence[Judged]) -> str:
     every = sum(calls(one.runs or one.exact) for one in sequences)
     twice = sum(calls(_repeated(one)) for one in sequences)
     if not twice:
-        return "a second time: no call was repeated, so results that change were not looked for"
+        return "repeats: no call was made twice, so results that change were not looked for"
     if twice == every:
-        return f"a third time: each of {every} calls was made twice"
+        return f"further repeats: each of {every} calls was made twice"
     what = f"{twice} were made twice, and a fault that comes and goes shows in those only"
-    return f"{every - twice} of {every} calls a second time: {what}"
+    return f"repeats of {every - twice} of {every} calls: {what}"
 
 
 def _repeated(one: Judged) -> Mapping[str, Trace]:
@@ -119,7 +121,10 @@ def _of_probe(probe: Judged) -> Iterable[str]:
     compared = set(probe.runs) | set(probe.exact)
     for plan in (plan for plan in ORDER if plan in probe.case.manifest.plans):
         if plan not in compared:
-            yield f"plan {probe.shown(plan)}: no trace of it"
+            yield f"plan {probe.shown(plan)}: no usable trace of it"
+        elif probe.exact and plan not in probe.exact:
+            instead = ", ".join(probe.exact)
+            yield f"plan {probe.shown(plan)} in float64: there {instead} stands for it"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

@@ -65,7 +65,7 @@ def judge(
         gates=tuple(gates),
         controls=tuple(control for one in sequences for control in _controls(one)),
         reasons=tuple(reasons),
-        notes=tuple(notes(main, outcome, probed=probed is not None)),
+        notes=(*_notes(sequences), *notes(main, outcome, probed=probed is not None)),
         unseen=tuple(unseen(main, probed, why_no_probe=_why_no_probe(case, probe))),
         found=finding(sequences) if outcome == "differ" else "",
         first_wrong=_first_wrong(sequences) if outcome == "differ" else None,
@@ -115,6 +115,11 @@ def _of_all(sequences: Sequence[Judged]) -> list[str]:
         what = "with one token nothing comes before it, so neither RoPE nor a mask is seen"
         found.append(f"tokens: {what}; give a prompt of two or more")
     return found
+
+
+def _notes(sequences: Sequence[Judged]) -> list[str]:
+    """What each sequence's runs are said to be, once."""
+    return list(dict.fromkeys(note for one in sequences for note in one.notes))
 
 
 def _named(one: Judged) -> list[Gate]:

@@ -164,14 +164,17 @@ class Llama(nn.Module):
         cache: Cache,
         index_pos: int | None = None,
         all_positions: bool = False,
+        places: Sequence[int] | None = None,
         tap: ModelTap | None = None,
     ) -> mx.array:
-        """Logits of the last position (B, V), or of all positions (B, L, V).
+        """Logits of the last position (B, V), of all positions (B, L, V), or of those at `places`.
 
         They are float32, or float64 where the weights are. `tokens` (B, L) are ids. `index_pos` is
-        the position of the first of them; None leaves it to the cache. `tap(layer, name, array)` is
-        shown what each layer computes, under the names of `oracle.formats.trace.TAPS`, and what
-        enters layer 0 as `embedding`; what it returns for `hidden` replaces that layer's output.
+        the position of the first of them; None leaves it to the cache. `places`, from 0 to L - 1,
+        are those of the tokens whose logits are wanted, (B, len(places), V), whatever
+        `all_positions` says. `tap(layer, name, array)` is shown what each layer computes, under the
+        names of `oracle.formats.trace.TAPS`, and what enters layer 0 as `embedding`; what it
+        returns for `hidden` replaces that layer's output.
 
         Raises CacheError, a ValueError, for a call that the cache refuses. A guarded cache is then
         as it was before the call.
@@ -179,7 +182,8 @@ class Llama(nn.Module):
         ids = self._ids(tokens)
         B, L = ids.shape
         with cache.call(B, L, index_pos, self) as start, ops.stream(self.dtype):
-            return cache.done(self._logits(ids, cache, start, all_positions, tap))
+            kept = (slice(None) if all_positions else -1) if places is None else _indices(places, L)
+            return cache.done(self._logits(ids, cache, start, kept, tap))
 
     def _ids(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         expected = "tokens: expected whole numbers of shape (B, L)"
@@ -202,7 +206,7 @@ class Llama(nn.Module):
         ids: npt.NDArray[np.int32],
         cache: Cache,
         start: int,
-        all_positions: bool,
+        kept: slice | int | mx.array,
         tap: ModelTap | None,
     ) -> mx.array:
         x = self.embed_tokens(cache.after(mx.array(ids)))  # [B, L, E]
@@ -211,11 +215,20 @@ class Llama(nn.Module):
         for i, block in enumerate(self.layers):
             x = block(x, cache, start, None if tap is None else partial(tap, i))
             x = x if tap is None else tap(i, "hidden", x)
-        # Without all_positions the other rows' logits would be thrown away.
-        x = self.norm(x if all_positions else x[:, -1])
+        # The other rows' logits would be thrown away.
+        x = self.norm(x[:, kept])
         head = self.embed_tokens.as_linear if self.config.tie_word_embeddings else self.lm_head
         logits = head(x)
         return logits.astype(ops.accurate(logits.dtype))
+
+
+def _indices(places: Sequence[int], length: int) -> mx.array:
+    """Places in a call of `length` tokens, to index with; MLX would read beyond the end."""
+    outside = [place for place in places if not 0 <= place < length]
+    if outside or not len(places):
+        found = outside[0] if outside else "none"
+        raise CacheError(f"places: {found}, expected one or more from 0 to {length - 1}")
+    return mx.array(list(places))
 
 
 def _odd(tokens: Any, ids: npt.NDArray[Any]) -> str:

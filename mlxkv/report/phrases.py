@@ -81,7 +81,9 @@ def _alone(verdict: Verdict) -> str:
     """Which plans are right, where some are: that tells what a wrong one does otherwise."""
     wrong = {g.plan for g in verdict.gates if g.failed}
     right = [plan for plan in verdict.plans if plan not in wrong]
-    return f"plan{'s' if len(right) > 1 else ''} {', '.join(right)} agree" if right else ""
+    if len(right) == 1:
+        return f"plan {right[0]} agrees"
+    return f"plans {', '.join(right)} agree" if right else ""
 
 
 def unseen(verdict: Verdict) -> str | None:
@@ -96,7 +98,7 @@ def cause(verdict: Verdict) -> str | None:
     found = verdict.cause
     if found is None:
         return None
-    against = f"sigma {found.sigma:.2f} against a truth with that mistake"
+    against = f"sigma {found.sigma:.2f} against {found.against}"
     return f"looks like {found.words} ({against})"
 
 

@@ -30,6 +30,7 @@ from oracle.formats.run_folder import (
     Manifest,
     Pool,
     ordinary,
+    probe_of,
     read_floors,
     read_manifest,
 )
@@ -40,9 +41,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 """What transformers' runs are computed in."""
 KINDS = ("eager", "sdpa")
 """transformers' kinds of attention for a Llama."""
-PROBE = "probe"
-"""The probe's run folder inside a run folder."""
-_OF_MODEL = ("fingerprint", "config_digest", "dtype")
 _AGAIN = "copy or make the folder again"
 
 
@@ -81,15 +79,8 @@ def read(folder: Path) -> Contents:
 
 def read_probe(folder: Path, of: Manifest) -> Contents | None:
     """The probe in a run folder, whose manifest is `of`; None where it was made without one."""
-    if not (folder / PROBE).exists():
-        return None
-    found = read(folder / PROBE)
-    for key, wanted in {"probe": True, **{key: getattr(of, key) for key in _OF_MODEL}}.items():
-        value = getattr(found.manifest, key)
-        if value != wanted:
-            what = f"{key} is {str(value)[:40]}, expected {str(wanted)[:40]} as around it"
-            raise Refusal(what, where=folder / PROBE / "manifest.json", remedy=_AGAIN)
-    return found
+    inside = probe_of(folder, of)
+    return None if inside is None else read(inside)
 
 
 def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +27,11 @@ FLOORS = "floors.safetensors"
 SEQUENTIAL = "sequential-full"
 """The member of the pool whose norms add up their rows one number after another. It is never held
 out, and where there is no truth, it has no part in the mean."""
+PROBE = "probe"
+"""The run folder within a run folder that holds the same model's probe: see `probe_inputs`."""
 
-
-_FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/1", "mlxkv-floors/1"
+_FORMAT, _FLOORS_FORMAT = "mlxkv-oracle/2", "mlxkv-floors/1"
+_OLD = "mlxkv-oracle/1"  # of version 0.1, without the mixed plan and the probe
 _FILE = re.compile(r"(plans/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _COPY = "copy or make the folder again"
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -85,6 +88,11 @@ class Manifest:
         return TRUTH if self.has_truth else MEAN
 
     @property
+    def cached(self) -> str:
+        """The plan that shows a cache at work: `step`, or the probe's `chunked`."""
+        return _cached(self.probe)
+
+    @property
     def title(self) -> str:
         return f"{self.name} ({self.note})" if self.note else self.name
 
@@ -103,7 +111,7 @@ class Inputs:
     `tokens` are those given, of which the first `prompt_tokens` are the prompt; `steps` greedy ones
     follow, of which the last is not part of the sequence. `chunks` are the sizes in which the
     chunked plan sends the prompt (None: the usual ones), `taps` the places inside a layer that the
-    truth records.
+    truth records. `probe` says that the tokens are those of the probe, which has plans of its own.
     """
 
     tokens: tuple[int, ...]
@@ -113,6 +121,31 @@ class Inputs:
     dtype: str
     threads: int = 0
     taps: Collection[str] = ("hidden",)
+    probe: bool = False
+
+    @property
+    def cached(self) -> str:
+        """The plan that shows a cache at work, as in the manifest."""
+        return _cached(self.probe)
+
+
+def _cached(probe: bool) -> str:
+    return "chunked" if probe else "step"
+
+
+def probe_inputs(vocab_size: int, context: int, *, dtype: str, threads: int) -> Inputs | None:
+    """What the probe asks of a model with that vocabulary and that many positions.
+
+    It asks the same whatever the prompt, so that one answer serves every question about a model in
+    this dtype. None where the context has no room for two tokens.
+    """
+    ids = plans.probe_tokens(vocab_size, context)
+    if len(ids) < 2:
+        return None
+    prompt = plans.probe_sizes(len(ids))[0]
+    return Inputs(
+        tokens=ids, prompt_tokens=prompt, dtype=dtype, threads=threads, taps=(), probe=True
+    )
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,6 +174,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / "manifest.json"
     remedy = f"make the folder anew with `mlxkv-oracle run --out {folder} --force`"
     value = strict_json.read(path, remedy=remedy)
+    if isinstance(value, dict) and value.get("format") == _OLD:
+        what = f"format is {_OLD!r}, of version 0.1, expected {_FORMAT!r}"
+        raise Refusal(what, where=path, remedy=_anew(value, folder, remedy))
     given = strict_json.of_format(value, _FORMAT, where=path, remedy=remedy)
     if given.pop("complete", None) is not True:
         raise Refusal("not a complete manifest", where=path, remedy=remedy)
@@ -152,6 +188,47 @@ def read_manifest(folder: Path) -> Manifest:
             what = f"sha256 is {found[:16]}, expected {expected[:16]} as in {path.name}"
             raise Refusal(what, where=folder / name, remedy=_COPY)
     return manifest
+
+
+def probe_of(folder: Path, manifest: Manifest) -> Path | None:
+    """The probe in a run folder, once it is found to be of the same weights and dtype.
+
+    None where there is none.
+    """
+    path = folder / PROBE
+    if not path.is_dir():
+        return None
+    probe = read_manifest(path)
+    for name, wanted in {"probe": True, **_model_of(manifest)}.items():
+        if (found := getattr(probe, name)) != wanted:
+            what = f"{name} is {brief(found)}, expected {brief(wanted)} as beside its run folder"
+            raise Refusal(what, where=path / "manifest.json", remedy=_COPY)
+    return path
+
+
+def _model_of(manifest: Manifest) -> dict[str, str]:
+    return {name: getattr(manifest, name) for name in ("fingerprint", "config_digest", "dtype")}
+
+
+def _anew(value: Mapping[str, Any], folder: Path, otherwise: str) -> str:
+    """The command that makes a folder of version 0.1 anew, by what its manifest says."""
+    given = {key: of for key, of in value.items() if key not in ("format", "complete")}
+    try:
+        old = strict_json.typed(given, Manifest, where=folder, remedy=otherwise)
+    except Refusal:
+        return otherwise
+    words = ["mlxkv-oracle", "run", *([] if old.source == "default" else [old.source])]
+    words += ["--revision", old.revision] if old.revision else []
+    if old.prompt is not None and old.prompt.isprintable():
+        words += ["--prompt", old.prompt]
+    else:
+        tokens = old.tokens[: len(old.tokens) - max(0, len(old.generated) - 1)]
+        words += ["--tokens", ",".join(map(str, tokens))]
+        rest = not old.generated and old.prompt_tokens < len(tokens)
+        words += ["--prompt-tokens", str(old.prompt_tokens)] if rest else []
+    words += ["--steps", str(len(old.generated)), "--dtype", old.dtype]
+    words += [f"--ignore-key={key}" for key in old.ignored_keys]
+    return f"make it anew: {shlex.join([*words, '--out', str(folder), '--force'])}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -195,11 +272,15 @@ def read_plans(folder: Path, manifest: Manifest) -> dict[str, Plan]:
     return found
 
 
-def suspects_digest(manifest: Manifest) -> str:
-    """The digest of all that a run folder's usual suspects depend on here, whatever made it."""
+def suspects_digest(manifest: Manifest, plan: str) -> str:
+    """The digest of all that a run folder's usual suspects depend on here, whatever made it.
+
+    `plan` is the one at whose borders of calls mistakes are tried too.
+    """
     tokens, n = tuple(manifest.tokens), manifest.prompt_tokens
     inputs = Inputs(tokens=tokens, prompt_tokens=n, dtype=manifest.dtype)
-    return inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    digest = inputs_digest(manifest.fingerprint, manifest.config_digest, inputs)
+    return hashlib.sha256(f"{digest} {plan} {manifest.plans.get(plan)}".encode()).hexdigest()
 
 
 def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
@@ -219,7 +300,7 @@ def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
     value = {
         "weights": [fingerprint, config_digest],
         "tokens": [inputs.tokens, inputs.prompt_tokens, inputs.steps, inputs.chunks],
-        "run": [inputs.dtype, inputs.threads, sorted(inputs.taps)],
+        "run": [inputs.dtype, inputs.threads, sorted(inputs.taps), inputs.probe],
         "versions": [version("torch"), version("transformers")],
         "sources": sources(),
     }

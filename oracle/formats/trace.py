@@ -35,6 +35,8 @@ TAPS: tuple[str, ...] = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "score
 TAPS += ("o_proj", "post_norm", "gate", "up", "activation", "down", "hidden")
 """The places inside a layer that can be recorded, in the order of computation;
 `oracle.truth.config` gives their shapes."""
+ROPE_TABLES = ("rope/cos", "rope/sin")
+"""What the truth keeps of its RoPE: cos and sin of the angles, each (n, head_dim / 2)."""
 _ARRAYS = {"logits": ("fF", 2), "positions": ("i", 1), "steps": ("i", 1), "batch": ("i", 1)}
 """The kinds of dtype and the axes of each."""
 

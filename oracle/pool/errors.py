@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oracle.formats.contents import KINDS
-from oracle.formats.contents import members_of as members_of
+from oracle.formats.contents import KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool, ordinary
 from oracle.formats.tensors import Array, Shapes, writer
@@ -31,11 +30,14 @@ def write(
     members: Mapping[str, Trace],
     *,
     kinds: Sequence[str] = KINDS,
+    cached: str = "step",
     widest: int = 0,
 ) -> Pool:
     """Measures the members, in the order of `members_of`, into one file.
 
-    `widest` is the longest row that the sequential member added up.
+    Logits have a column for each row of the truth, keys and values one for each position. `cached`
+    is the plan that is held against the full one, `widest` the longest row that the sequential
+    member added up.
     """
     names = [name for name in members_of({"full", "step", "chunked"}, kinds) if name in members]
     distinct = len(distinct_of({name: members[name] for name in names}))
@@ -45,7 +47,8 @@ def write(
             _measure_logits(out.arrays, m, members[name], truth)
             _measure_cache(out.arrays, m, members[name], truth)
         for k, kind in enumerate(kinds):
-            out.arrays["cached"][k] = cached(members[f"{kind}-step"], members[f"{kind}-full"])
+            held = members[f"{kind}-{cached}"]
+            out.arrays["cached"][k] = apart(held, members[f"{kind}-full"])
         out.finish(pool.to_json())
     return pool
 
@@ -59,19 +62,19 @@ def of_member(member: Trace, truth: Trace) -> dict[str, Array]:
     return {name: array[0] for name, array in out.items()}
 
 
-def cached(step: Trace, full: Trace) -> Array:
+def apart(one: Trace, other: Trace) -> Array:
     """(rows,): the rms of what two runs of the same rows are apart, over the vocabulary."""
-    apart = np.empty(len(full.logits))
-    for rows in blocks(full.logits):
-        apart[rows] = _rms(step.logits[rows].astype(np.float64) - full.logits[rows])
-    return apart
+    found = np.empty(len(other.logits))
+    for rows in blocks(other.logits):
+        found[rows] = _rms(one.logits[rows].astype(np.float64) - other.logits[rows])
+    return found
 
 
 def _shapes(truth: Trace, members: int, kinds: int) -> Shapes:
-    n, layers = len(truth.logits), _layers(truth)
-    heads = _kv(truth, 0)[0].shape[0] if layers else 0
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rms", "shift", "peak"), (members, n))
-    shapes |= {"cached": (kinds, n)} | dict.fromkeys(
+    rows, layers = len(truth.logits), _layers(truth)
+    heads, n, _ = _kv(truth, 0)[0].shape if layers else (0, rows, 0)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rms", "shift", "peak"), (members, rows))
+    shapes |= {"cached": (kinds, rows)} | dict.fromkeys(
         ("keys", "values"), (members, layers, heads, n)
     )
     return {name: (np.float64, shape) for name, shape in shapes.items()}

@@ -64,7 +64,7 @@ def write(
     with trace.writer(path, meta, shapes) as out:
         for name in ("logits", *names):
             _mean([m.arrays[name] for m in distinct], out.arrays[name])
-        out.arrays["positions"][...] = np.arange(n)
+        out.arrays["positions"][...] = first.positions
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())
     return trace.read(path)

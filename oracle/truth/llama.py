@@ -109,17 +109,16 @@ class Layer:
         """The layer's output (L, E) for a segment's hidden states; fills its keys and values."""
         c, (L, _) = self.config, x.shape
         stop = start + L
-        normed = rms_norm(x, self.weights["input_layernorm.weight"], c.eps)
+        normed = self._norm("input_layernorm", x)
         projected = (self._linear(f"self_attn.{name}_proj", normed) for name in "qkv")
         q, k, v = (t.view(L, -1, c.head_dim).transpose(0, 1) for t in projected)  # [H or K, L, D]
-        cos, sin = (table[start:stop] for table in self.tables)
-        queries, turned = (rotate(t, cos, sin, interleaved=c.interleaved) for t in (q, k))
+        queries, turned = (self._rotate(t, start) for t in (q, k))
         keys[:, start:stop], values[:, start:stop] = turned, v
         _keep(seen, input_norm=normed, q=q, k=k, v=v, q_rope=queries, k_rope=turned)
-        mixed = attend(queries, keys[:, :stop], values[:, :stop], start=start, seen=seen)
+        mixed = self._attend(queries, keys[:, :stop], values[:, :stop], start=start, seen=seen)
         out = self._linear("self_attn.o_proj", mixed)
         x = x + out
-        post = rms_norm(x, self.weights["post_attention_layernorm.weight"], c.eps)
+        post = self._norm("post_attention_layernorm", x)
         gate, up = self._linear("mlp.gate_proj", post), self._linear("mlp.up_proj", post)
         activation = gate * torch.sigmoid(gate) * up
         down = self._linear("mlp.down_proj", activation)
@@ -130,6 +129,18 @@ class Layer:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config.eps)
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        cos, sin = (table[start : start + x.shape[1]] for table in self.tables)
+        return rotate(x, cos, sin, interleaved=self.config.interleaved)
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, start: int, seen: dict[str, Any]
+    ) -> Tensor:
+        return attend(queries, keys, values, start=start, seen=seen)
 
 
 def attend(
@@ -160,14 +171,18 @@ def hides(start: int, rows: int, columns: int) -> Tensor:
     return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float | Tensor) -> Tensor:
     """x over its root mean square, times the weight (arXiv:1910.07467)."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rope_tables(config: Config, n: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (n, D / 2), of the angles at positions 0 to n - 1 (arXiv:2104.09864)."""
-    angles = torch.arange(n, dtype=torch.float64)[:, None] * inverse_frequencies(config, n)
+def rope_tables(config: Config, n: int, *, at: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (n, D / 2), of the angles at positions 0 to n - 1 (arXiv:2104.09864).
+
+    Or at other positions of a sequence of n tokens.
+    """
+    positions = torch.arange(n) if at is None else at
+    angles = positions.to(torch.float64)[:, None] * inverse_frequencies(config, n)
     s = config.scaling
     attention = s.attention if isinstance(s, Yarn | LongRope) else 1.0
     return angles.cos() * attention, angles.sin() * attention
@@ -234,8 +249,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 
 @torch.inference_mode()
-def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tuple[float, float]:
-    """Fills `out` (n, V) from the first stream; returns max |logit|, and how far others differ."""
+def write_logits(
+    streams: Mapping[str, Tensor],
+    head: Tensor,
+    out: Array,
+    *,
+    positions: Sequence[int] | None = None,
+) -> tuple[float, float]:
+    """Fills `out` (rows, V) from the first stream; returns max |logit|, and how far others differ.
+
+    The streams (rows, E) are what enters the head at these positions (None: from 0 on).
+    """
     (name, first), *others = streams.items()
     most = apart = 0.0
     step = max(1, _BLOCK // len(head))
@@ -243,7 +267,8 @@ def write_logits(streams: Mapping[str, Tensor], head: Tensor, out: Array) -> tup
         rows = slice(start, start + step)
         logits = first[rows] @ head.T
         if not bool(torch.isfinite(logits).all()):
-            what = f"logits of {name} at positions from {start} on are not finite"
+            at = start if positions is None else positions[start]
+            what = f"logits of {name} at positions from {at} on are not finite"
             raise Refusal(
                 f"{what}, expected finite ones", where="truth", remedy="check the weights"
             )

@@ -30,6 +30,7 @@ def write(
 ) -> tuple[float, float]:
     """Writes the trace of `plan`, followed as `segments` say, the first of them whole.
 
+    Logits are those of the rows that the plan keeps; keys, values and taps those of all positions.
     Returns max |T|, and the largest difference of a logit between the first way and any other.
     """
     call = plan.steps[-1]
@@ -40,7 +41,8 @@ def write(
     names = {kind: f"kv/{call.cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
     names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
     meta = _meta(weights, plan, dict(environment or {}))
-    with trace.writer(path, meta, _shapes(config, len(tokens), names)) as out:
+    (kept,) = map(plan.kept, plan.calls())
+    with trace.writer(path, meta, _shapes(config, len(tokens), len(kept), names)) as out:
 
         def sink(i: int, seen: dict[str, Any]) -> None:
             for key, tensor in seen.items():
@@ -49,21 +51,33 @@ def write(
         streams = llama.follow(
             weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
         )
-        most, apart = llama.write_logits(streams, weights.head(config), out.arrays["logits"])
-        out.arrays["positions"][...] = np.arange(len(tokens))
+        tables = llama.rope_tables(config, len(tokens))
+        for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
+            out.arrays[name][...] = table.numpy()
+        most, apart = llama.write_logits(
+            {name: hidden[list(kept)] for name, hidden in streams.items()},
+            weights.head(config),
+            out.arrays["logits"],
+            positions=kept,
+        )
+        out.arrays["positions"][...] = kept
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())
     return most, apart
 
 
-def _shapes(config: Config, n: int, names: Mapping[str, str]) -> Shapes:
-    """The trace's arrays; `names` are those of each layer, to be formatted with its number."""
+def _shapes(config: Config, n: int, rows: int, names: Mapping[str, str]) -> Shapes:
+    """The trace's arrays, of n positions and so many rows of logits.
+
+    `names` are those of each layer, to be formatted with its number.
+    """
     kv, taps = (config.n_kv_heads, n, config.head_dim), config.taps(n)
     arrays: dict[str, tuple[type, tuple[int, ...]]] = {
-        "positions": (np.int32, (n,)),
-        "steps": (np.int32, (n,)),
-        "logits": (np.float64, (n, config.vocab_size)),
+        "positions": (np.int32, (rows,)),
+        "steps": (np.int32, (rows,)),
+        "logits": (np.float64, (rows, config.vocab_size)),
     }
+    arrays |= dict.fromkeys(trace.ROPE_TABLES, (np.float64, (n, config.head_dim // 2)))
     for key, name in names.items():
         for i in range(config.n_layers):
             arrays[name.format(i)] = (np.float64, taps.get(key, kv))

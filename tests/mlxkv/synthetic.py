@@ -65,10 +65,16 @@ def make_case(
     dtype: str = "float32",
     seed: int = 0,
     noise: float | None = None,
+    kv: tuple[int, int] = (HEADS, DIM),
+    tokens: list[int] | None = None,
 ) -> Case:
-    """The oracle's side."""
-    size = NOISE[dtype] if noise is None else noise
-    return _case(plans(n, prompt), range(n), n=n, prompt=prompt, dtype=dtype, seed=seed, size=size)
+    """The oracle's side; `kv` are K and D."""
+    size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
+    judged = plans(n, prompt) if tokens is None else judged_plans(tokens, prompt=prompt)
+    case = _case(judged, range(n), **given, dtype=dtype, seed=seed, size=size)
+    if tokens is None:
+        return case
+    return replace(case, manifest=replace(case.manifest, tokens=tokens, texts=[]))
 
 
 def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
@@ -88,6 +94,7 @@ def _case(
     dtype: str,
     seed: int,
     size: float,
+    kv: tuple[int, int] = (HEADS, DIM),
     probe: bool = False,
 ) -> Case:
     """`kept` are the positions of the rows of logits."""
@@ -96,7 +103,7 @@ def _case(
         "logits": 8 * rng.standard_normal((len(kept), VOCAB)),
         "positions": np.array(kept, np.int32),
     }
-    arrays |= {name: rng.standard_normal((HEADS, n, DIM)) for name in cache_names()}
+    arrays |= {name: rng.standard_normal((kv[0], n, kv[1])) for name in cache_names()}
     truth = Trace(
         meta(judged["full"], engine="truth", dtype="float64", weights_dtype=dtype), arrays
     )
@@ -195,7 +202,11 @@ def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> 
     """
     rng, dtype, about = np.random.default_rng(seed), case.manifest.dtype, case.manifest
     size, runs = NOISE[dtype] if size is None else size, {}
-    judged = probe_plans(about.tokens) if about.probe else plans(case.length, about.prompt_tokens)
+    judged = (
+        probe_plans(about.tokens)
+        if about.probe
+        else judged_plans(about.tokens, prompt=about.prompt_tokens)
+    )
     for name, plan in judged.items():
         first = about.prompt_tokens - 1 if name == "prefixes" else 0
         arrays: dict[str, Array] = {

@@ -315,7 +315,8 @@ def test_a_wrong_candidate_differs_though_the_port_agrees(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nagree (algebra, logits, cache)" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("candle: differ (logits): sigma")
+    assert done.stdout.splitlines()[-1].startswith("candle: differ (logits): ")
+    assert "; gates: sigma" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

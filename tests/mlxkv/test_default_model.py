@@ -58,8 +58,8 @@ def test_a_slightly_wrong_config_differs_although_every_top_1_is_right(
         with pytest.raises(AssertionError) as differs:
             assert_agrees(load(tmp_path, dtype), default_oracle, plans=["full"])
         said.append(str(differs.value))
-    assert "differ (logits): sigma, worst position, " in said[0]
-    assert "differ (algebra): algebra (float64)" in said[1]
-    assert "; first wrong position 1 " in said[1]
+    assert "; gates: sigma, worst position, " in said[0]
+    assert "differ (algebra): first wrong position 1 " in said[1]
+    assert "; gates: algebra (float64)" in said[1]
     (line,) = (line for line in said[0].splitlines() if line.startswith("full  "))
     assert line.split()[-1] == "20/20"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,14 @@ from mlxkv.judge.admission import asked, by_plan, cache_reasons, case_reasons, t
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.delta import Figures, figures, page_tables, pair, three_way
 from mlxkv.judge.floors import logit_floors
-from mlxkv.judge.measure import cache_errors, difference, measure, truth_rows, ulp
+from mlxkv.judge.measure import (
+    cache_errors,
+    difference,
+    largest_error,
+    measure,
+    truth_rows,
+    ulp,
+)
 from mlxkv.judge.result import plain
 from mlxkv.report.phrases import figure_cells
 from mlxkv.report.text import number, ordered
@@ -110,6 +118,7 @@ def test_every_correct_run_is_admitted_and_one_that_does_not_declare_its_weights
         [],
         [],
         [],
+        [],
     ]
     assert trace_reasons(undeclared, "step", CASE, dtype="float32") == []
 
@@ -147,7 +156,7 @@ def test_a_float64_run_stored_in_float32_is_refused() -> None:
 
 def test_a_plan_that_is_not_judged_is_named() -> None:
     assert (
-        "plan 'greedy' is not judged here, expected one of chunked, full, prefixes, step"
+        "plan 'greedy' is not judged here, expected one of chunked, full, mixed, prefixes, step"
         in trace_reasons(STEP, "greedy", CASE, dtype="float32")[0]
     )
 
@@ -187,15 +196,15 @@ def test_keys_and_values_are_matched_both_ways() -> None:
 BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
     "members without the held-out one": (
         lambda c: replace(c, pool=Pool(["a", "b", "c", "d", "e"], c.pool.kinds, 5)),
-        "members are a, b, c, d, e, expected sdpa-step and others",
+        "members are a, b, c, d, e, expected eager-full, eager-step, sdpa-full, sdpa-step, ",
     ),
     "a member twice": (
         lambda c: replace(c, pool=Pool([*c.pool.members[1:], "sdpa-full"], c.pool.kinds, 5)),
-        "names one twice, expected each once",
+        "sdpa-chunked, sequential-full, sdpa-full, expected eager-full, eager-step, ",
     ),
     "floors of fewer positions": (
         lambda c: replace(c, floors=dict(c.floors) | {"peak": c.floors["peak"][:, 1:]}),
-        "peak has shape [5, 23], expected [5, 24]",
+        "peak has shape [6, 23], expected [6, 24]",
     ),
     "floors that are not finite": (
         lambda c: replace(c, floors=dict(c.floors) | {"rms": c.floors["rms"] * np.nan}),
@@ -203,7 +212,7 @@ BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
     ),
     "no floors of keys": (
         lambda c: replace(c, floors={k: a for k, a in c.floors.items() if k != "keys"}),
-        "keys has shape none, expected [5, 2, 2, 24]",
+        "keys has shape none, expected [6, 2, 2, 24]",
     ),
     "no reference": (
         lambda c: replace(c, references={"full": c.references["full"]}),
@@ -213,11 +222,11 @@ BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
         lambda c: replace(
             c, truth=replace(c.truth, meta=replace(c.truth.meta, fingerprint="0" * 64))
         ),
-        "weights fingerprint is 0000000000000000",
+        "fingerprint is 0000000000000000",
     ),
     "truth in another order": (
         lambda c: replace(c, truth=rows(c.truth, ALL[::-1])),
-        "positions are not 0 to 23 in order",
+        "positions is [23, 22, 21",
     ),
     "truth of half a layer": (
         lambda c: replace(
@@ -226,7 +235,7 @@ BAD_CASES: dict[str, tuple[Callable[[Case], Case], str]] = {
                 c.truth, arrays={k: a for k, a in c.truth.arrays.items() if k != "kv/a/000/values"}
             ),
         ),
-        "keys and values are not those of 24 tokens in every layer",
+        "kv/a/000/values is missing of 1 layers",
     ),
     "an unknown dtype": (
         lambda c: replace(c, manifest=replace(c.manifest, dtype="int8")),
@@ -376,6 +385,59 @@ def test_a_floor_looks_eight_positions_to_either_side() -> None:
     )
     own = np.where(np.arange(N) == 10, np.sqrt((4 + 121) / 5), 0.0)
     np.testing.assert_allclose(floors.rms, np.maximum(own, floors.shift))
+
+
+def sampled(keep: list[int]) -> Case:
+    """The case with only these rows of the truth, and a column of floors for each."""
+    floors = {
+        name: a if name in ("keys", "values") else a[:, keep] for name, a in CASE.floors.items()
+    }
+    return replace(CASE, truth=rows(CASE.truth, keep), floors=floors)
+
+
+def rms_of(errors: Array) -> float:
+    return float(np.sqrt((errors**2).mean()))
+
+
+samples = st.lists(st.sampled_from(ALL), min_size=1, unique=True).map(sorted)
+
+
+@given(keep=samples, order=st.permutations(ALL))
+@settings(max_examples=40, deadline=None)
+def test_a_sample_of_rows_gives_the_same_errors_at_the_same_positions(
+    keep: list[int], order: list[int]
+) -> None:
+    part, run = sampled(keep), rows(STEP, order)
+    found, whole = measure(run, part.truth), measure(STEP, CASE.truth)
+    assert (found.positions.tolist(), found.rows.tolist()) == (keep, list(range(len(keep))))
+    for name in ("rms", "shift", "peak", "best"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name)[keep])
+    at, largest = largest_error(run, part.truth)
+    assert at.tolist() == keep
+    np.testing.assert_array_equal(largest, largest_error(STEP, CASE.truth)[1][keep])
+    np.testing.assert_array_equal(
+        truth_rows(part.truth).margin, truth_rows(CASE.truth).margin[keep]
+    )
+    assert part.rows == [p for p in keep if p >= PROMPT - 1]
+
+
+@given(keep=samples)
+@settings(max_examples=40, deadline=None)
+def test_floors_of_a_sample_look_at_the_rows_within_eight_positions(keep: list[int]) -> None:
+    part = sampled(keep)
+    truth = truth_rows(part.truth)
+    floors, ulps = logit_floors(part, truth), ulp(truth.largest, "float32")
+    # The sequential member, the last, makes a floor of its own; cached has a row for each kind.
+    of = {name: [a[:-1], a[-1:]] for name, a in part.floors.items() if a.ndim == 2}
+    of["cached"] = [part.floors["cached"]]
+    for i, p in enumerate(keep):
+        near = [j for j, q in enumerate(keep) if abs(p - q) <= 8]
+        assert floors.peak[i] == max(ulps[i], *(a[:, near].max() for a in of["peak"]))
+        wide = {name: max(rms_of(a[:, near]) for a in each) for name, each in of.items()}
+        own = max(rms_of(a[:, [i]]) for a in of["rms"])
+        assert floors.shift[i] == pytest.approx(max(wide["shift"], ulps[i]), rel=1e-12, abs=0)
+        assert floors.cached[i] == pytest.approx(max(wide["cached"], ulps[i]), rel=1e-12, abs=0)
+        assert floors.pool[i] == pytest.approx(max(own, wide["rms"]), rel=1e-12, abs=0)
 
 
 def test_a_held_out_member_leaves_the_floor() -> None:
@@ -532,6 +594,8 @@ def test_the_pages_tables_hold_every_pair_there_is() -> None:
         ("port chunked", "port cached"),
         ("port chunked", "transformers full"),
         ("port chunked", "transformers chunked"),
+        ("port mixed", "port cached"),
+        ("port mixed", "transformers full"),
     ]
     assert {p.rows for p in tables.cached + tables.chunked} == {20}
     assert [str(p.a) for p in page_tables(CASE, {"step": STEP}).chunked] == ["transformers chunked"]
@@ -565,6 +629,9 @@ def test_an_oracle_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
             out.arrays[name][...] = array
         out.finish(CASE.pool.to_json())
     digests = {path.name: disk.sha256(path) for path in tmp_path.iterdir()}
+    for name, plan in plans().items():
+        disk.write_text(tmp_path / "plans" / f"{name}.json", json.dumps(plan.to_json()))
+        digests[f"plans/{name}.json"] = disk.sha256(tmp_path / "plans" / f"{name}.json")
     run_folder.write_manifest(tmp_path, replace(CASE.manifest, files=digests))
     found = read_case(tmp_path)
     assert case_reasons(found) == []

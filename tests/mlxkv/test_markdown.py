@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from synthetic import meta, plans
 
 from mlxkv.judge.delta import Figures, Pair, Run, Tables
-from mlxkv.judge.result import Control, FirstWrong, Gate, Subject, Verdict
+from mlxkv.judge.result import Cause, Control, FirstWrong, Gate, Subject, Verdict
 from mlxkv.report.page import markdown
 from mlxkv.report.phrases import oracle_side, sentence, side
 from mlxkv.report.terminal import console
@@ -76,6 +76,10 @@ VERDICT = Verdict(
         Control("sdpa-step times 1.001", "differ", True, 812.3, 8.0),
     ),
     notes=("limits not calibrated on this device (macos gpu)",),
+    unseen=(
+        "positions beyond 23: give --tokens with more",
+        "batches: `mlxkv pitfalls` tries them",
+    ),
     figures=(Figures("step", 24, 8.1e-5, 1.65e-5, -104.26, 1 - 2.5e-12, 1.31e-11, 24, 23),),
     tables=Tables(
         cached=(
@@ -147,9 +151,28 @@ DIFFERS = replace(
 
 def test_a_difference_names_its_gates_and_the_first_wrong_position() -> None:
     assert sentence(DIFFERS) == (
-        'differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)'
+        'differ (logits, cache): first wrong position 16 " t16" (plan step, keys worst row, layer 29); plan full agrees; gates: sigma, peak, keys worst row'
     )
     assert console(DIFFERS, MANIFEST, sides=SIDES, report="r.md") == DIFFERENT
+
+
+def test_what_was_found_and_its_cause_come_first_and_the_gates_last() -> None:
+    found = replace(
+        DIFFERS,
+        found="the logits of position 16 are NaN in plan step",
+        cause=Cause("theta", "rope_theta 500000 instead of 10000", 0.98),
+        plans=("full", "step", "chunked", "mixed"),
+    )
+    assert sentence(found) == (
+        "differ (logits, cache): the logits of position 16 are NaN in plan step; looks like rope_theta 500000 instead of 10000 (sigma 0.98 against a truth with that mistake); "
+        'first wrong position 16 " t16" (plan step, keys worst row, layer 29); plans full, chunked, mixed agree; gates: sigma, peak, keys worst row'
+    )
+    text = console(found, MANIFEST, sides=SIDES, report="r.md")
+    assert text.count("looks like") == 1
+    assert text.splitlines()[-2:] == [sentence(found), "report: r.md"]
+    page = markdown(found, MANIFEST, sides=SIDES, commands=[])
+    assert page.splitlines()[2] == f"**{sentence(found)}**"
+    assert page.count("looks like") == 1
 
 
 def test_a_doubt_says_why() -> None:
@@ -160,6 +183,7 @@ def test_a_doubt_says_why() -> None:
         controls=(),
         tables=Tables(),
         notes=(),
+        unseen=("everything: nothing was compared",),
         reasons=("a: wrong", "b: wrong"),
     )
     assert sentence(doubt) == "cannot tell: a: wrong (and 1 more)"
@@ -168,6 +192,7 @@ def test_a_doubt_says_why() -> None:
         "",
         "cannot tell: a: wrong",
         "cannot tell: b: wrong",
+        "not exercised: everything",
         "cannot tell",
     ]
     assert "- a: wrong\n- b: wrong" in markdown(doubt, MANIFEST, sides=SIDES, commands=[])
@@ -275,6 +300,7 @@ plan     max |d|     first      last       rms  top-1  (against transformers, as
 cached  8.10e-05  3.00e-05  4.00e-05  1.65e-05  20/20
 
 note: limits not calibrated on this device (macos gpu)
+not exercised: positions beyond 23; batches
 agree (algebra, logits)    report: mlxkv-report/compare.md
 """
 
@@ -291,10 +317,9 @@ shift           step      1.00  10.00       10x  -
 controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812); 5 distinct pool members
 
 also: port trace of plan 'chunked': no row for position 9, expected 20 rows
-hint: the first wrong position names the kind: \
-0 a scale, an eps or weights; 1 RoPE or the mask; a chunk's start index_pos or the mask's offset; later \
-a stale or lost cache row; `mlxkv locate` says where
-differ (logits, cache): sigma, peak, keys worst row; first wrong position 16 " t16" (plan step, keys worst row, layer 29)
+not exercised: positions beyond 23; batches
+hint: `mlxkv locate` says in which layer and in which operation
+differ (logits, cache): first wrong position 16 " t16" (plan step, keys worst row, layer 29); plan full agrees; gates: sigma, peak, keys worst row
 report: r.md
 """
 
@@ -318,6 +343,13 @@ Each gate on the plan that did worst; values in units of the noise floor, algebr
 | keys worst row    | step |       - | 50.00 |        - | `not run: no keys in trace` |
 
 Controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812); 5 distinct pool members.
+
+## Not exercised
+
+What this comparison does not speak of.
+
+- positions beyond 23: give --tokens with more
+- batches: `mlxkv pitfalls` tries them
 
 ## Cached against uncached
 
@@ -384,16 +416,16 @@ Against the float64 truth, over all rows of each plan: what other tools look at.
 
 ## Inputs
 
-|                     |                                                              |
-| ------------------- | ------------------------------------------------------------ |
-| model               | `default`                                                    |
-| weights fingerprint | `f0f0f0f0`                                                   |
-| config digest       | `c0c0c0c0`                                                   |
-| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-8 |
-| plan chunked        | `dddddddd`                                                   |
-| plan full           | `aaaaaaaa`                                                   |
-| plan prefixes       | `cccccccc`                                                   |
-| plan step           | `bbbbbbbb`                                                   |
+|                     |                                                               |
+| ------------------- | ------------------------------------------------------------- |
+| model               | `default`                                                     |
+| weights fingerprint | `f0f0f0f0`                                                    |
+| config digest       | `c0c0c0c0`                                                    |
+| truth               | step = full = chunked to 1.1e-13, transformers within 5.4e-16 |
+| plan chunked        | `dddddddd`                                                    |
+| plan full           | `aaaaaaaa`                                                    |
+| plan prefixes       | `cccccccc`                                                    |
+| plan step           | `bbbbbbbb`                                                    |
 
 ## Reproduce
 
@@ -408,12 +440,15 @@ mlxkv compare --steps 20
 - **step**: the prompt, then single tokens through the cache (the page's *cached*)
 - **prefixes**: no cache, the growing prefix at every step (the page's *nocache*)
 - **chunked**: the prompt in several calls, then single tokens
+- **mixed**: a small chunk, one longer than what is held, single tokens, several again, to the end
+- **probe**: a sequence of up to 300 ids that span the vocabulary, judged beside the prompt's own in the plans full and chunked, at a sample of its positions
 - **noise floor**: how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position
 - **algebra**: the engine in float64 against the truth, where there is no noise
 - **sigma**: rms error over all positions, in noise floors; correct engines read about 1
 - **worst position, peak**: the worst position's rms, and the largest single logit's error, in their floors
 - **shift**: a common offset of all logits of a position, which sigma leaves out, in its floor
 - **decisive flips**: positions whose highest token changed although the truth's margin is far above the noise
+- **repeat**: positions at which the same plan, followed a second time, gave other bits; of an engine that is not deterministic, the difference in the floors of cached against uncached
 - **cached against uncached**: step against full within the engine, in units of the same difference within transformers
 - **keys, values**: rows of the step plan's cache, per layer and head, in floors: median, 95th percentile and worst over positions
 """

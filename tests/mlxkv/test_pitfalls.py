@@ -92,7 +92,7 @@ def test_the_report_shows_the_matrix_and_marks_the_page_as_not_comparable(made: 
     assert "| [pos0](#pos0)" in page
     assert "on the page (other weights: not comparable)" in page
     assert "mlx-lm's other caches" in page
-    assert page.count("\n## ") == 15 + 7
+    assert page.count("\n## ") == 18 + 7
 
 
 def test_a_clone_costs_nothing_at_birth_and_one_copy_at_its_first_write(made: Path) -> None:

@@ -109,6 +109,128 @@ def test_a_plan_that_keeps_last_rows_has_one_per_call(model_of: ModelOf) -> None
     assert last.logits.dtype == every.logits.dtype == np.float64
 
 
+@pytest.mark.parametrize("layout", models.LAYOUTS)
+def test_a_plan_that_names_positions_has_their_rows_and_every_key(
+    layout: str, model_of: ModelOf
+) -> None:
+    model, plan = model_of(layout, "float64"), judged_plans(TOKENS, prompt=5)["step"]
+
+    some = port.run(model, replace(plan, rows=(0, 3, 4, 6)))
+    every = port.run(model, plan)
+
+    # The calls at positions 5, 7 and 8 leave no row.
+    assert (some.positions.tolist(), some.arrays["steps"].tolist()) == ([0, 3, 4, 6], [1, 1, 1, 3])
+    np.testing.assert_allclose(some.logits, every.logits[[0, 3, 4, 6]], atol=1e-12)
+    assert some.meta.outcomes == every.meta.outcomes
+    for i in range(len(model.layers)):
+        for found, expected in zip(some.kv("a", i) or (), every.kv("a", i) or (), strict=True):
+            assert np.array_equal(found, expected)
+            assert found.shape[1] == 9
+
+
+def test_rows_of_a_call_that_comes_elsewhere_are_those_at_the_positions_named(
+    model_of: ModelOf,
+) -> None:
+    # The first call is refused, so that the next one's tokens stand at 0 and 1.
+    steps = New("a"), Call("a", (99, 1)), Call("a", (3, 1, 4))
+    trace = followed(model_of(), *steps, rows=(1, 2))
+
+    assert (trace.positions.tolist(), trace.arrays["steps"].tolist()) == ([1, 2], [2, 2])
+    np.testing.assert_allclose(trace.logits, rows(model_of(), [3, 1, 4])[1:], atol=1e-5)
+
+
+# Batches.
+
+BATCH = (models.ids(7, seed=1), models.ids(7, seed=2), models.ids(7, seed=3))
+
+
+def in_batches(*sizes: int, cache: str = "a") -> list[Call]:
+    """Calls of these sizes over the three sequences of BATCH."""
+    ends = np.cumsum(sizes)
+    cuts = [(int(end) - size, int(end)) for size, end in zip(sizes, ends, strict=True)]
+    return [Call(cache, tuple(tuple(ids[a:b]) for ids in BATCH), a) for a, b in cuts]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("layout", models.LAYOUTS)
+def test_each_row_of_a_batch_is_what_it_is_alone(
+    layout: str, guarded: bool, model_of: ModelOf
+) -> None:
+    model, sizes = model_of(layout, "float64"), (3, 1, 3)
+
+    trace = followed(model, New("a"), *in_batches(*sizes), guarded=guarded)
+
+    assert trace.meta.outcomes == [Outcome()] * 4
+    assert trace.arrays["batch"].tolist() == [
+        *([0] * 3 + [1] * 3 + [2] * 3),
+        *(0, 1, 2),
+        *([0] * 3 + [1] * 3 + [2] * 3),
+    ]
+    assert trace.arrays["batch"].dtype == np.int32
+    for b, ids in enumerate(BATCH):
+        mine = trace.batch == b
+        assert trace.positions[mine].tolist() == list(range(7))
+        alone = followed(model, New("a"), Call("a", tuple(ids)), guarded=guarded)
+        np.testing.assert_allclose(trace.logits[mine], alone.logits, atol=1e-12)
+        for i in range(len(model.layers)):
+            for found, expected in zip(trace.kv("a", i) or (), alone.kv("a", i) or (), strict=True):
+                assert found.shape == (3, *expected.shape)
+                np.testing.assert_allclose(found[b], expected, atol=1e-12)
+
+
+def test_a_batch_is_cloned_cropped_reset_and_kept_beside_single_sequences(
+    model_of: ModelOf,
+) -> None:
+    model = model_of("mqa", "float64")
+    first, second = in_batches(4, 3)
+    steps = (
+        *(New("a"), first, Clone("a", "b"), Crop("b", 2), New("c"), Call("c", (1, 2))),
+        *(Call("b", tuple((id,) for id in (5, 6, 7)), 2), second, Clone("c", "d"), Reset("a")),
+        *(Call("a", (8, 9)), New("e"), Call("e", ((8, 9),))),
+    )
+
+    trace = followed(model, *steps)
+
+    assert [outcome.error for outcome in trace.meta.outcomes] == [None] * len(steps)
+    assert held(trace) == {
+        f"{name}/000/{part}": shape
+        for name, shape in {
+            "a": (1, 2, 12),
+            "b": (3, 1, 3, 12),
+            "c": (1, 2, 12),
+            "d": (1, 2, 12),
+            "e": (1, 1, 2, 12),  # a batch of one row is a batch
+        }.items()
+        for part in ("keys", "values")
+    }
+    of_b = trace.arrays["steps"] == 6
+    for b, (ids, last) in enumerate(zip(BATCH, (5, 6, 7), strict=True)):
+        expected = rows(model, [*ids[:2], last])[-1]
+        np.testing.assert_allclose(trace.logits[of_b][b], expected, atol=1e-12)
+
+
+def test_of_a_batch_only_the_rows_named_are_kept(model_of: ModelOf) -> None:
+    model = model_of()
+    plan = Plan("p", (New("a"), *in_batches(3, 1, 3)), (2, 5))
+    some, every = port.run(model, plan), port.run(model, replace(plan, rows="all"))
+
+    assert some.positions.tolist() == [2, 2, 2, 5, 5, 5]
+    assert some.batch.tolist() == [0, 1, 2, 0, 1, 2]
+    for row, position, b in zip(some.logits, some.positions, some.batch, strict=True):
+        (expected,) = every.logits[(every.positions == position) & (every.batch == b)]
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+
+
+def test_a_batch_of_another_size_than_is_held_is_refused_in_either_mode(model_of: ModelOf) -> None:
+    model = model_of()
+    for guarded in (True, False):
+        cache = Cache(model.config, guarded=guarded)
+        model([[1, 2], [3, 4]], cache=cache)
+        for tokens in ([[5]], [[5], [6], [7]]):
+            with pytest.raises(ValueError, match=r"batch|broadcast|reshape"):
+                mx.eval(model(tokens, cache=cache))
+
+
 def test_a_plan_without_calls_gives_an_empty_trace(model_of: ModelOf) -> None:
     trace = followed(model_of(), New("a"), Reset("a"))
 
@@ -369,16 +491,9 @@ def test_the_process_writes_one_trace_per_plan(
     finished = start(job)
 
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
-    assert sorted(p.name for p in job.out.iterdir()) == [
-        *(
-            "chunked.safetensors",
-            "forward.txt",
-            "full.safetensors",
-            "job.json",
-            "prefixes.safetensors",
-            "step.safetensors",
-        )
-    ]
+    traces = [f"{name}.safetensors" for name in ("chunked", "full", "mixed", "prefixes", "step")]
+    found = sorted(path.name for path in job.out.iterdir())
+    assert found == sorted(["forward.txt", "job.json", *traces])
     checkpoint = resolve(str(folder))
     for plan in plans:
         found, expected = read(job.trace(plan)), port.run(model_of("llama3", dtype), plan)
@@ -413,6 +528,21 @@ def test_the_process_computes_on_weights_rounded_as_asked(
         found.logits, port.run(load(folder_of("gqa"), "float64", rounded_to="float16"), plan).logits
     )
     assert (found.meta.engine, found.meta.weights_dtype) == ("mlxkv (unguarded)", "float16")
+
+
+def test_a_plan_that_is_repeated_leaves_a_second_trace(folder_of: FolderOf, tmp_path: Path) -> None:
+    plans = judged_plans(TOKENS, prompt=5)
+    asked = tuple(plans.values())
+    job = Job(str(folder_of("gqa")), asked, tmp_path, "float32", "float32", "cpu", repeat=("step",))
+
+    assert start(job).returncode == 0
+
+    once, again = read(job.trace(plans["step"])), read(job.repeated(plans["step"]))
+    assert (once.meta.repeat, again.meta.repeat) == (0, 1)
+    assert replace(again.meta, repeat=0) == once.meta
+    assert again.arrays.keys() == once.arrays.keys()
+    assert all(np.array_equal(array, once.arrays[name]) for name, array in again.arrays.items())
+    assert [p.name for p in tmp_path.glob("*-repeated*")] == ["step-repeated.safetensors"]
 
 
 @pytest.mark.parametrize("what", ["folder", "config", "tensor"])

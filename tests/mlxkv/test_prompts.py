@@ -330,10 +330,10 @@ def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
     side = Side("port", "mlx", ())
     page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"])
-    assert "**differ (logits): sigma**" in page
+    assert "**differ (logits): gates: sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]
-    assert "differ (logits): sigma; of 2 prompts the worst is b\n" in pages.console(
+    assert "differ (logits): gates: sigma; of 2 prompts the worst is b\n" in pages.console(
         found, sides=(side, side), report="r"
     )
 
@@ -342,10 +342,11 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
     assert prefixes_feed(7, 5) == 5 + 6 + 7
     most = next(n for n in range(1, PREFIXES_MOST) if prefixes_feed(n + 1, 1) > PREFIXES_MOST)
     assert "prefixes" in judged_plans([1] * most, prompt=1)
-    assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "step"]
+    assert sorted(judged_plans([1] * (most + 1), prompt=1)) == ["full", "mixed", "step"]
     assert sorted(judged_plans([1] * 1024, prompt=sum(prompts.LONG_CHUNKS))) == [
         "chunked",
         "full",
+        "mixed",
         "step",
     ]
 
@@ -358,7 +359,7 @@ def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
     case = replace(CASE, manifest=replace(CASE.manifest, plans=left))
     runs = {name: t for name, t in make_candidates(CASE).items() if name != "prefixes"}
     found = judge(case, runs)
-    assert (found.outcome, found.plans) == ("agree", ("full", "step", "chunked"))
+    assert (found.outcome, found.plans) == ("agree", ("full", "step", "chunked", "mixed"))
     assert (
         f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; "
         f"full and step are judged" in found.notes

@@ -20,7 +20,7 @@ from mlxkv.commands.pitfalls.scenarios import (
     talks,
 )
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Call, Greedy, New, Plan
+from oracle.formats.plan import Call, Greedy, New, Plan, Reset
 
 PAGE = Setting(
     first=(504, 3575, 282, 4649, 314),
@@ -47,6 +47,7 @@ PAGE = Setting(
         34,
         216,
     ),
+    other=tuple(range(100, 120)),
     limit=8192,
     steps=20,
 )
@@ -71,7 +72,8 @@ def test_all_of_the_pages_experiments_are_there_in_its_order() -> None:
         "dtype",
         "nocache",
     ]
-    assert [s.name for s in scenarios(PAGE)] == [*order, "by_calls", "quantized", "nocache1"]
+    ours = ["by_calls", "quantized", "nocache1", "reset", "turns", "batch"]
+    assert [s.name for s in scenarios(PAGE)] == [*order, *ours]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_transformers_and_mlx_lm_are_never_told_a_position_that_their_caches_do_
             for i, step in enumerate(plan.steps if isinstance(plan, Plan) else ()):
                 if isinstance(step, Greedy):
                     assert step.index_pos in (None, 0, PAGE.common)
-                    assert step.index_pos != 0 or isinstance(plan.steps[i - 1], New)  # type: ignore[union-attr]
+                    assert step.index_pos != 0 or isinstance(plan.steps[i - 1], New | Reset)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

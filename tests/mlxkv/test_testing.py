@@ -68,15 +68,15 @@ def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(
         "gqa  float32  mlx 0."
     ), said[0]
     assert said[3].split() == ["gate", "plan", "value", "limit", "headroom", "where"]
-    assert said[-1].startswith("differ (logits, cache): sigma, ")
-    assert "; first wrong position 1 (plan " in said[-1]
+    assert said[-1].startswith("differ (logits, cache): first wrong position 1 (plan ")
+    assert "; gates: sigma, worst position, " in said[-1]
 
 
 def test_a_wrong_llama_fails_in_float64_too(answer: Path, tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", rms_norm_eps=1.01e-5))
     said = failing(mlxkv.load(folder, dtype="float64"), answer, plans=["full"])
     assert said.splitlines()[-1].startswith(
-        "differ (algebra): algebra (float64); first wrong position 0 (plan full"
+        "differ (algebra): first wrong position 0 (plan full, algebra (float64)); gates: algebra "
     )
 
 
@@ -94,7 +94,9 @@ def test_an_object_of_mlx_lms_convention_passes_and_fails(
     assert_agrees(own, answer)
     own.config["rope_theta"] = 10100.0
     said = failing(own, answer, plans=["full", "step"])
-    assert said.splitlines()[-1].startswith("OwnLlama: differ (logits, cache): sigma")
+    last = said.splitlines()[-1]
+    assert last.startswith("OwnLlama: differ (logits, cache): first wrong position 1 (plan full, ")
+    assert "; gates: sigma, " in last
     assert "note: not compared: prefixes, chunked (no usable trace of that plan)" in said
 
 
@@ -136,11 +138,70 @@ def test_traces_pass_however_they_are_given(
 def test_a_wrong_trace_fails(answer: Path, traces: dict[str, trace.Trace]) -> None:
     one = traces["step"]
     bad = replace(one, arrays=dict(one.arrays) | {"logits": one.logits * 1.001})
-    assert failing(bad, answer).splitlines()[-1].startswith("differ (logits): sigma")
+    said = failing(bad, answer).splitlines()[-1]
+    assert said.startswith("differ (logits): first wrong position 0 (plan step, sigma); gates: ")
     # Only what is asked for is judged.
     assert_agrees(traces | {"step": bad}, answer, plans=["full"])
     # Under another plan's name it is not what it says.
     assert failing({"full": one}, answer).splitlines()[-1] == "cannot tell"
+
+
+def probed(answer: Path, model: Llama) -> dict[str, trace.Trace]:
+    """The port's traces of the probe's plans, as a mapping may name them."""
+    inside = answer / "probe"
+    plans = run_folder.read_plans(inside, run_folder.read_manifest(inside))
+    return {f"probe {name}": port.run(model, plan) for name, plan in plans.items()}
+
+
+def test_the_probe_is_run_unless_it_is_left_out(
+    answer: Path, own: own_llama.OwnLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Right up to the sequence's last position, wrong after it.
+    attention = own_llama.OwnLlama.attention
+
+    def late(self: own_llama.OwnLlama, name: str, x: mx.array, cache: Any) -> mx.array:
+        turned = attention(self, name, x, cache)
+        far = cache.offset - x.shape[1] + mx.arange(x.shape[1]) >= len(models.SEQUENCE)
+        return mx.where(far[None, :, None], 1.01 * turned, turned)
+
+    assert_agrees(own, answer)
+    monkeypatch.setattr(own_llama.OwnLlama, "attention", late)
+    last = failing(own, answer).splitlines()[-1]
+    assert last.startswith("OwnLlama: differ (logits, cache): ")
+    assert f"first wrong position {len(models.SEQUENCE)} (plan probe full, " in last
+    assert_agrees(own, answer, quick=True)
+    assert_agrees(own, answer, plans=["full", "step"])
+
+
+def test_traces_of_the_probe_are_judged_by_it(
+    answer: Path, model_of: Callable[..., Llama], traces: dict[str, trace.Trace]
+) -> None:
+    more = probed(answer, model_of())
+    assert_agrees(traces | more, answer)
+    name, one = next(iter(more.items()))
+    bad = replace(one, arrays=dict(one.arrays) | {"logits": one.logits * 1.001})
+    assert f"({name.replace('probe ', 'plan probe ')}, sigma)" in failing(
+        traces | {name: bad}, answer
+    )
+    assert_agrees(traces | {name: bad}, answer, quick=True)
+    # Alone it is known by its plan; but with no run of the sequence nothing was compared.
+    assert failing(one, answer).splitlines()[-1] == "none: cannot tell"
+
+
+def test_a_model_that_changes_from_call_to_call_fails_unless_it_says_so(
+    answer: Path, own: own_llama.OwnLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, calls = own_llama.OwnLlama.__call__, []
+
+    def unsteady(self: own_llama.OwnLlama, tokens: mx.array, cache: Any) -> mx.array:
+        calls.append(tokens)
+        logits = head(self, tokens, cache)
+        return logits * (1 + 1e-7 * (len(calls) % 2))
+
+    monkeypatch.setattr(own_llama.OwnLlama, "__call__", unsteady)
+    assert "; gates: repeat" in failing(own, answer).splitlines()[-1]
+    own.deterministic = False
+    assert_agrees(own, answer)
 
 
 def test_nothing_to_judge_is_refused_and_no_pass(
@@ -149,7 +210,7 @@ def test_nothing_to_judge_is_refused_and_no_pass(
     for model in (own, traces):
         for plans in ([], ["stpe"]):
             with pytest.raises(
-                Refusal, match=r"plans: (none|stpe), expected some of chunked, full, prefixes, step"
+                Refusal, match=r"plans: (none|stpe), expected some of chunked, full, mixed"
             ):
                 assert_agrees(model, answer, plans=plans)
     with pytest.raises(Refusal, match=r"traces: none of plan full, expected one"):

@@ -24,17 +24,22 @@ from synthetic import (
     make_algebra,
     make_candidates,
     make_case,
+    make_probe,
     meta,
     plans,
     rows,
     texts,
 )
 
-from mlxkv.judge.case import Case
+from mlxkv.judge.assign import assign
+from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.limits import SIGMA_LEAST
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
 from mlxkv.judge.verdict import judge
+from mlxkv.report import phrases
+from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool
+from oracle.formats.trace import Outcome as StepOutcome
 from oracle.formats.trace import Trace
 
 CASE = make_case()
@@ -116,13 +121,13 @@ def test_a_correct_engine_agrees_in_every_scope_and_every_gate_is_shown() -> Non
         None,
     )
     assert verdict.scopes == ("algebra", "logits", "cache")
-    assert verdict.plans == ("full", "step", "prefixes", "chunked")
+    assert verdict.plans == ("full", "step", "prefixes", "chunked", "mixed")
     assert (verdict.reasons, verdict.notes) == ((), ())
     assert [g.name for g in verdict.worst] == ALL_GATES
     assert all(g.ran and not g.failed for g in verdict.gates)
     assert all(0.9 < g.value < 1.1 for g in verdict.gates if g.name == "sigma")
     assert [c.passed for c in verdict.controls] == [True] * 5
-    assert [f.top1_equal for f in verdict.figures] == [24, 24, 20, 24]
+    assert [f.top1_equal for f in verdict.figures] == [24, 24, 20, 24, 24]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -237,8 +242,7 @@ def test_a_fault_is_caught_by_its_gates_and_at_its_place(fault: str) -> None:
     first = verdict.first_wrong
     assert first is not None
     assert (first.position, first.token, first.plan) == (position, texts()[position], plan)
-    assert verdict.hint is not None
-    assert "stale or lost cache row" in verdict.hint
+    assert verdict.hint == "`mlxkv locate` says in which layer and in which operation"
 
 
 def test_every_gate_that_meets_a_nan_has_its_place() -> None:
@@ -319,10 +323,6 @@ UNTOLD: dict[str, tuple[Mapping[str, Trace], str]] = {
         ),
         "kv/a/000/keys has shape [2, 23, 8], expected [2, 24, 8]",
     ),
-    "nearer to the truth than noise allows": (
-        with_step(lambda t: changed(t, "logits", lambda a: CASE.truth.logits.astype(np.float32))),
-        "plan step: sigma is 0.0",
-    ),
 }
 
 
@@ -338,6 +338,15 @@ def test_what_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
     )
     assert reason in " / ".join(verdict.reasons)
     json.dumps(verdict.to_json(), allow_nan=False)
+
+
+def test_more_exact_than_the_pool_is_no_offence_and_a_note() -> None:
+    exact = with_step(lambda t: changed(t, "logits", lambda a: CASE.truth.logits.astype("f4")))
+    verdict = judge(CASE, exact)
+    assert (verdict.outcome, verdict.reasons) == ("agree", ())
+    (note,) = [note for note in verdict.notes if "sigma" in note]
+    assert note.startswith("plan step: sigma is 0.0")
+    assert note.endswith(": nearer to the truth than float32 throughout is")
 
 
 def test_a_run_that_differs_decides_over_one_that_cannot_be_told() -> None:
@@ -409,7 +418,7 @@ def test_a_cache_scope_needs_both_sides(plan: str, reason: str) -> None:
 def test_a_prompt_of_one_token_has_no_chunks_and_says_so() -> None:
     case = make_case(prompt=1)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
-    assert (verdict.outcome, verdict.plans) == ("agree", ("full", "step", "prefixes"))
+    assert (verdict.outcome, verdict.plans) == ("agree", ("full", "step", "prefixes", "mixed"))
     assert verdict.notes == ("chunked does not apply: a prompt of one token cannot be split",)
 
 
@@ -469,6 +478,25 @@ def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None
         assert (verdict.outcome, verdict.first_wrong) == ("cannot tell", None)
         assert verdict.reasons[0].startswith(f"truth's proof {name}: ")
     assert judge(wrong, FAULTS["a NaN"][0]).outcome == "differ"
+
+
+def test_where_transformers_and_a_sound_truth_disagree_nobody_is_told_to_make_it_again() -> None:
+    case = replace(bad_member(1.0003), manifest=proofs(transformers_double=0.31).manifest)
+    verdict = judge(case, RUNS, algebra=EXACT)
+    assert verdict.outcome == "cannot tell"
+    assert verdict.reasons[0].endswith(
+        "transformers and the truth disagree, and either may be at fault: try another version of "
+        "transformers, and look in config.json for a key that one of them reads otherwise"
+    )
+    assert verdict.reasons[1].startswith("control 'sdpa-step, held out'")
+    assert [r for r in verdict.reasons if "again" in r] == []
+    # A truth that is not one even by itself is no side in a dispute.
+    for broken in ({"truth_agreement": 2e-10}, {"transformers_double": "absent"}):
+        case = replace(
+            bad_member(1.0003), manifest=proofs(**({"transformers_double": 0.31} | broken)).manifest
+        )
+        found = judge(case, RUNS, algebra=EXACT).reasons
+        assert any("make the oracle folder again" in reason for reason in found)
 
 
 def bad_member(scale: float) -> Case:
@@ -656,7 +684,10 @@ def test_a_verdict_is_plain_json_with_finite_numbers_only() -> None:
         "step",
         "prefixes",
         "chunked",
+        "mixed",
     ]
+    assert value["by_position"]["positions"] == list(range(N))
+    assert value["not_exercised"] == list(verdict.unseen)
 
 
 @given(power=st.integers(-12, 12), seed=st.integers(0, 50))
@@ -720,3 +751,454 @@ def test_a_pool_far_below_one_ulp_does_not_make_a_correct_engine_doubtful() -> N
     verdict = judge(case, make_candidates(case, size=noise), algebra=make_algebra(case))
     assert max(g.value for g in verdict.gates if g.name == "sigma") < SIGMA_LEAST
     assert (verdict.outcome, verdict.reasons) == ("agree", ())
+
+
+PROBE = make_probe()
+
+
+def probed(change: Callable[[Trace], Trace], *, plan: str = "chunked") -> Probed:
+    """The probe, one run of which is changed."""
+    its = dict(PROBE.candidates)
+    return replace(PROBE, candidates=its | {plan: change(its[plan])})
+
+
+def test_the_probes_gates_join_under_their_own_plan_names() -> None:
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=PROBE)
+    assert (verdict.outcome, verdict.reasons, verdict.notes) == ("agree", (), ())
+    assert verdict.plans == (*RUNS, "probe full", "probe chunked")
+    assert [c.name for c in verdict.controls[5:]] == [
+        "probe sdpa-chunked, held out",
+        "probe sdpa-chunked times 1.001",
+        "probe stored errors of the kept runs",
+        "probe sequential-full beside them",
+        "probe noise of the pool",
+    ]
+    ran = {(g.name, g.plan) for g in verdict.gates if g.plan.startswith("probe")}
+    assert {("sigma", "probe full"), ("sigma", "probe chunked")} < ran
+    assert {(name, "probe chunked") for name in (CACHED, "keys median", "algebra, cache")} < ran
+    kept = len(PROBE.case.truth.positions)
+    assert [f.rows for f in verdict.figures if f.plan.startswith("probe")] == [kept, kept]
+
+
+def row_at(position: int) -> int:
+    return PROBE.case.truth.positions.tolist().index(position)
+
+
+PROBE_FAULTS: dict[str, tuple[Probed, str, int]] = {
+    "row 256 of the logits": (
+        probed(lambda t: changed(t, "logits", on_row(row_at(256), lambda r: r * 1.01))),
+        "sigma",
+        256,
+    ),
+    "a stale key row at a position whose logits are not kept": (
+        probed(lambda t: changed(t, "kv/a/001/keys", stale(201))),
+        "keys worst row",
+        201,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PROBE_FAULTS)
+def test_a_fault_that_only_the_probe_meets_differs_at_its_place(fault: str) -> None:
+    probe, name, position = PROBE_FAULTS[fault]
+    assert not {201} & set(PROBE.case.truth.positions.tolist())
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=probe)
+    first = verdict.first_wrong
+    assert verdict.outcome == "differ"
+    assert name in failed(verdict)
+    assert first is not None
+    assert (first.plan, first.position, first.token) == ("probe chunked", position, None)
+
+
+def test_the_probe_of_a_fault_in_float64_shows_in_algebra() -> None:
+    its = PROBE.algebra["full"]
+    off = changed(its, "logits", on_row(row_at(257), lambda r: r + 1e-7))
+    probe = replace(PROBE, algebra=dict(PROBE.algebra) | {"full": off})
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=probe)
+    assert (verdict.outcome, failed(verdict)) == ("differ", ["algebra (float64)"])
+    assert verdict.first_wrong is not None
+    assert (verdict.first_wrong.plan, verdict.first_wrong.position) == ("probe full", 257)
+
+
+def other_manifest(**values: Any) -> Probed:
+    manifest = replace(PROBE.case.manifest, **values)
+    return replace(PROBE, case=replace(PROBE.case, manifest=manifest))
+
+
+UNTRUE_PROBES: dict[str, tuple[Probed, str]] = {
+    "a proof too large": (
+        other_manifest(proofs={"truth_agreement": 1e-3, "transformers_double": 5e-8}),
+        "probe: truth's proof truth_agreement: 0.001",
+    ),
+    "of other weights": (
+        other_manifest(fingerprint="0" * 64),
+        "probe: manifest.json: fingerprint is 0000",
+    ),
+    "no probe": (other_manifest(probe=False), "probe: manifest.json: it is not that of a probe"),
+    "floors of all positions": (
+        replace(
+            PROBE,
+            case=replace(
+                PROBE.case,
+                floors=dict(PROBE.case.floors) | {"rms": np.ones((2, PROBE.case.length))},
+            ),
+        ),
+        "probe: floors.safetensors: rms has shape [2, 300], expected [3, 57]",
+    ),
+    "floors of another size": (
+        replace(
+            PROBE,
+            case=replace(
+                PROBE.case,
+                floors=dict(PROBE.case.floors) | {"rms": PROBE.case.floors["rms"] * 1.01},
+            ),
+        ),
+        "probe: control 'stored rms of sdpa-",
+    ),
+    "fewer rows than its plan keeps": (
+        probed(lambda t: rows(t, list(range(len(t.positions) - 1)))),
+        "no row for position 299, expected ",
+    ),
+    "a step that failed": (
+        probed(
+            lambda t: replace(
+                rows(t, list(range(40))),
+                meta=replace(
+                    t.meta, outcomes=[StepOutcome(), StepOutcome(), StepOutcome(error="no room")]
+                ),
+            )
+        ),
+        "its step 2 failed: no room",
+    ),
+}
+
+
+@pytest.mark.parametrize("doubt", UNTRUE_PROBES)
+def test_a_probe_that_cannot_be_trusted_or_compared_is_not_a_pass(doubt: str) -> None:
+    probe, reason = UNTRUE_PROBES[doubt]
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=probe)
+    assert verdict.outcome == "cannot tell"
+    assert reason in " / ".join(verdict.reasons)
+    json.dumps(verdict.to_json(), allow_nan=False)
+
+
+def test_rows_that_the_probes_truth_does_not_keep_are_passed_over() -> None:
+    def more(trace: Trace) -> Trace:
+        logits = np.concatenate([trace.logits, np.full((1, 64), np.nan, np.float32)])
+        at = np.append(trace.positions, 33 + 100).astype(np.int32)
+        return replace(trace, arrays=dict(trace.arrays) | {"logits": logits, "positions": at})
+
+    assert 133 not in PROBE.case.truth.positions
+    found = judge(CASE, RUNS, algebra=EXACT, probe=probed(more))
+    usual = judge(CASE, RUNS, algebra=EXACT, probe=PROBE)
+    assert (found.outcome, found.gates) == ("agree", usual.gates)
+
+
+def heads(verdict: Verdict) -> list[str]:
+    return [line.split(": ")[0] for line in verdict.unseen]
+
+
+def test_what_was_not_exercised_is_listed() -> None:
+    assert judge(CASE, RUNS, algebra=EXACT).unseen == (
+        "positions beyond 23: rows, masks and RoPE that go wrong there, as at 256, were not seen; "
+        "give --tokens with more",
+        "40 of 64 token ids: 24 were fed, the largest 26; give --tokens with others",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "repeats: no call was made twice, so results that change were not looked for",
+        "the probe: left out, so a long sequence, and ids that span the vocabulary, were not tried",
+    )
+    assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats={"step": RUNS["step"]}).unseen == (
+        "positions beyond 299: rows, masks and RoPE that go wrong there, as at 512, were not seen; "
+        "give --tokens with more",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "repeats of 64 of 84 calls: 20 were made twice, and a fault that comes and goes shows in "
+        "those only",
+    )
+    every = judge(CASE, RUNS, repeats=RUNS).unseen
+    assert "further repeats: each of 71 calls was made twice" in every
+
+
+def test_a_probe_as_long_as_the_context_leaves_no_positions_beyond() -> None:
+    short = make_probe(n=40)
+    assert not any("positions beyond" in line for line in judge(CASE, RUNS, probe=short).unseen)
+
+
+def test_a_candidate_without_the_probe_is_not_doubtful_for_it() -> None:
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=Probed(PROBE.case, {}, {}))
+    assert (verdict.outcome, verdict.reasons) == ("agree", ())
+    assert verdict.unseen[-1] == "the probe: no trace of its plans that could be compared"
+    full = {"full": PROBE.candidates["full"]}
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=Probed(PROBE.case, full, {}))
+    assert (verdict.outcome, verdict.scopes) == ("agree", ("algebra", "logits", "cache"))
+    assert verdict.unseen[-2:] == (
+        "plan probe chunked: no usable trace of it",
+        "the probe's cache: no trace of plan chunked",
+    )
+
+
+def test_every_verdict_lists_what_was_not_exercised() -> None:
+    broken = replace(CASE, pool=Pool([], CASE.pool.kinds, 0))
+    for verdict in (judge(CASE, {}), judge(broken, RUNS), judge(CASE, {}, probe=PROBE)):
+        assert verdict.outcome == "cannot tell"
+        assert verdict.unseen
+    assert judge(broken, RUNS).unseen == ("everything: nothing was compared",)
+    assert judge(CASE, {}, algebra=EXACT).unseen[0].startswith("positions beyond 23: ")
+    assert judge(CASE, FAULTS["a NaN"][0]).unseen == judge(CASE, RUNS).unseen
+
+
+def test_a_trace_without_mixed_is_not_exercised_and_one_that_failed_is_a_doubt() -> None:
+    older = {name: t for name, t in RUNS.items() if name != "mixed"}
+    verdict = judge(CASE, older)
+    assert (verdict.outcome, verdict.notes) == ("agree", ())
+    assert "plan mixed: no usable trace of it" in verdict.unseen
+    assert (
+        "several tokens after single ones, a chunk longer than what is held, a third chunk: no "
+        "plan compared has such calls" in verdict.unseen
+    )
+    outcomes = [StepOutcome(), StepOutcome(), StepOutcome(error="no room")]
+    meta_of = replace(RUNS["mixed"].meta, outcomes=outcomes)
+    lost = replace(rows(RUNS["mixed"], [0, 1]), meta=meta_of)
+    verdict = judge(CASE, older | {"mixed": lost})
+    assert verdict.outcome == "cannot tell"
+    assert "its step 2 failed: no room" in verdict.reasons[0]
+
+
+def test_a_step_that_failed_is_a_doubt_though_no_row_is_missing() -> None:
+    outcomes = [StepOutcome(), StepOutcome(error="out of memory")]
+    runs = with_step(lambda t: replace(t, meta=replace(t.meta, outcomes=outcomes)))
+    verdict = judge(CASE, runs)
+    assert verdict.outcome == "cannot tell"
+    assert verdict.reasons[0].endswith("its step 1 failed: out of memory")
+
+
+def test_a_fault_of_mixed_alone_differs() -> None:
+    off = changed(RUNS["mixed"], "logits", on_row(12, lambda r: r[::-1].copy()))
+    verdict = judge(CASE, RUNS | {"mixed": off})
+    first = verdict.first_wrong
+    assert first is not None
+    assert (verdict.outcome, first.plan, first.position) == ("differ", "mixed", 12)
+
+
+@pytest.mark.parametrize(("n", "why"), [(4, "4 tokens are too few for a chunk after a single one")])
+def test_a_sequence_too_short_for_mixed_says_so(n: int, why: str) -> None:
+    case = make_case(n=n, prompt=2)
+    assert f"plan mixed: {why}" in judge(case, make_candidates(case)).unseen
+
+
+def test_rows_that_a_plan_keeps_and_a_trace_lacks_are_said() -> None:
+    runs = with_step(lambda t: rows(t, list(range(4, N))))
+    verdict = judge(CASE, runs)
+    assert verdict.outcome == "agree"
+    line = "logits of plan step at position 0 to 3: the trace lacks 4 of 24 rows"
+    assert line in verdict.unseen
+
+
+@pytest.mark.parametrize("with_probe", [False, True])
+def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
+    case = make_case(n=1, prompt=1)
+    runs, probe = make_candidates(case), PROBE if with_probe else None
+    verdict = judge(case, runs, algebra=make_algebra(case), probe=probe)
+    assert (verdict.outcome, verdict.exit_code) == ("cannot tell", 2)
+    assert "neither RoPE nor a mask is seen" in " / ".join(verdict.reasons)
+    off = {plan: changed(t, "logits", lambda a: a * np.float32(1.1)) for plan, t in runs.items()}
+    assert judge(case, off).outcome == "differ"
+
+
+def test_equal_tokens_leave_masks_to_the_probe() -> None:
+    equal = make_case(tokens=[7] * N)
+    runs = make_candidates(equal)
+    assert judge(equal, runs).notes == (
+        "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
+    )
+    assert judge(equal, runs, probe=PROBE).notes == (
+        "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
+        "ones",
+    )
+
+
+def again(**changes: Callable[[Array], Array]) -> dict[str, Trace]:
+    """The plan step a second time, some arrays changed."""
+    step = replace(RUNS["step"], meta=replace(RUNS["step"].meta, repeat=1))
+    for name, change in changes.items():
+        step = changed(step, name.replace("__", "/"), change)
+    return {"step": step}
+
+
+def next_up(a: Array) -> Array:
+    a[13, 5] = np.nextafter(a[13, 5], np.inf, dtype=a.dtype)
+    return a
+
+
+def test_a_repeat_of_the_same_bits_agrees_and_one_bit_differs() -> None:
+    same = judge(CASE, RUNS, repeats=again())
+    found = next(g for g in same.gates if g.name == "repeat")
+    assert (same.outcome, found.value, found.limit, found.plan) == ("agree", 0.0, 0.0, "step")
+    for name, position in {"logits": 13, "kv__a__001__values": 9}.items():
+        change = next_up if name == "logits" else put((1, 9, 2), 0.5)
+        verdict = judge(CASE, RUNS, repeats=again(**{name: change}))
+        assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
+        assert verdict.first_wrong is not None
+        assert (verdict.first_wrong.position, verdict.first_wrong.plan) == (position, "step")
+
+
+def test_a_repeat_whose_rows_stand_in_another_order_is_the_same() -> None:
+    shuffled = {"step": rows(again()["step"], [*range(12, N), *range(12)])}
+    assert judge(CASE, RUNS, repeats=shuffled).outcome == "agree"
+
+
+def uncertain(trace: Trace) -> Trace:
+    environment = LINUX | {"deterministic": False}
+    return replace(trace, meta=replace(trace.meta, environment=environment))
+
+
+def test_an_engine_that_says_it_is_not_deterministic_may_differ_within_the_floor() -> None:
+    runs = {plan: uncertain(t) for plan, t in RUNS.items()}
+    noise = make_candidates(CASE, seed=77)["step"]
+    near = {"step": uncertain(replace(noise, meta=replace(noise.meta, repeat=1)))}
+    verdict = judge(CASE, runs, repeats=near)
+    found = next(g for g in verdict.gates if g.name == "repeat")
+    assert (verdict.outcome, found.limit) == ("agree", 8.0)
+    assert 0.5 < found.value < 2
+    plain = {"step": replace(noise, meta=replace(noise.meta, repeat=1))}
+    assert failed(judge(CASE, RUNS, repeats=plain)) == ["repeat"]
+    far = {"step": changed(near["step"], "logits", on_row(13, lambda r: r + np.float32(2e-3)))}
+    verdict = judge(CASE, runs, repeats=far)
+    assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
+
+
+REPEATS: dict[str, tuple[dict[str, Trace], str]] = {
+    "fewer rows": ({"step": rows(again()["step"], list(range(1, N)))}, "rows of other positions"),
+    "no cache": (
+        {
+            name: replace(t, meta=replace(t.meta, repeat=1))
+            for name, t in without_cache(again()).items()
+        },
+        "is in one of the two runs only",
+    ),
+    "another plan": ({"step": RUNS["chunked"]}, "repeat: port trace of plan 'chunked'"),
+}
+
+
+@pytest.mark.parametrize("doubt", REPEATS)
+def test_a_repeat_that_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
+    repeats, reason = REPEATS[doubt]
+    verdict = judge(CASE, RUNS, repeats=repeats)
+    assert verdict.outcome == "cannot tell"
+    assert reason in " / ".join(verdict.reasons)
+
+
+def as_float16(a: Array) -> Array:
+    return a.astype(np.float16).astype(np.float32)
+
+
+def as_bfloat16(a: Array) -> Array:
+    return (a.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def from_row(row: int, change: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def one(a: Array) -> Array:
+        a[row:] = change(a[row:].copy())
+        return a
+
+    return one
+
+
+FOUND: dict[str, tuple[Mapping[str, Trace], str]] = {
+    "a NaN": (FAULTS["a NaN"][0], "the logits of position 7 are NaN in plan step"),
+    "an infinity": (FAULTS["an infinity"][0], "the logits of position 7 are infinite in plan step"),
+    "NaN everywhere": (
+        on_all(lambda a: a * np.float32(np.nan)),
+        "the logits of position 0 and of 23 more are NaN in every plan",
+    ),
+    "a NaN in the cache": (
+        FAULTS["a NaN in the cache"][0],
+        "the values of position 7, layer 1, head 1 are NaN in the cache of plan step",
+    ),
+    "float16": (
+        on_all(as_float16),
+        "the logits of every plan hold float16 numbers only, though the run is float32",
+    ),
+    "bfloat16 in one plan": (
+        with_step(lambda t: changed(t, "logits", as_bfloat16)),
+        "the logits of plan step hold bfloat16 numbers only, though the run is float32",
+    ),
+    "float16 from a row on": (
+        with_step(lambda t: changed(t, "logits", from_row(9, as_float16))),
+        "the logits of plan step from position 9 on hold float16 numbers only, though the run is "
+        "float32",
+    ),
+    "a cache in float16": (
+        with_step(
+            lambda t: replace(
+                t, arrays={k: as_float16(a) if k[:2] == "kv" else a for k, a in t.arrays.items()}
+            )
+        ),
+        "the keys and values in the cache of plan step hold float16 numbers only, though the run "
+        "is float32",
+    ),
+    "keys of one layer in float16": (FAULTS["keys in float16"][0], ""),
+    "a scale": (FAULTS["one plan's logits times 1.001"][0], ""),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_what_the_numbers_themselves_show_is_named(fault: str) -> None:
+    runs, words = FOUND[fault]
+    verdict = judge(CASE, runs, algebra=EXACT)
+    assert (verdict.outcome, verdict.found) == ("differ", words)
+    assert phrases.sentence(verdict).split(": ", 1)[1].startswith(words or "first wrong position")
+
+
+def test_a_float64_run_of_float32_numbers_is_named() -> None:
+    rounded = {
+        plan: changed(t, "logits", lambda a: a.astype(np.float32).astype(np.float64))
+        for plan, t in EXACT.items()
+    }
+    assert judge(CASE, RUNS, algebra=rounded).found == (
+        "the logits of every plan hold float32 numbers only, though the run is float64"
+    )
+
+
+def test_short_rows_by_chance_are_not_taken_for_a_coarser_dtype() -> None:
+    assert judge(CASE, on_all(lambda a: a * 0)).found == ""
+    coarse = make_case(dtype="bfloat16")
+    runs = {plan: changed(t, "logits", as_bfloat16) for plan, t in make_candidates(coarse).items()}
+    off = {plan: changed(t, "logits", lambda a: a * -1) for plan, t in runs.items()}
+    assert (judge(coarse, off).outcome, judge(coarse, off).found) == ("differ", "")
+
+
+def test_traces_find_what_they_are_a_run_of() -> None:
+    repeat = again()["step"]
+    given = assign(
+        CASE,
+        [*RUNS.values(), repeat, *PROBE.candidates.values()],
+        algebra=[*EXACT.values(), *PROBE.algebra.values()],
+        probe=PROBE.case,
+    )
+    assert (given.candidates, given.algebra, given.repeats) == (RUNS, EXACT, {"step": repeat})
+    assert given.probe == PROBE
+    assert given.judge().outcome == "agree"
+    assert assign(CASE, RUNS.values()).probe is None
+    with pytest.raises(Refusal, match="plan digest is"):
+        assign(CASE, PROBE.candidates.values())
+    with pytest.raises(Refusal, match="a second trace of plan 'step'"):
+        assign(CASE, [RUNS["step"], RUNS["step"]])
+
+
+def test_cached_against_uncached_of_the_probe_goes_by_the_floor_of_its_position() -> None:
+    wide = np.where(PROBE.case.truth.positions > 60, 1.0, PROBE.case.floors["cached"])
+    case = replace(PROBE.case, floors=dict(PROBE.case.floors) | {"cached": wide})
+    off = {
+        plan: changed(t, "logits", on_row(row_at(33), lambda r: r + np.float32(1e-3)))
+        for plan, t in PROBE.candidates.items()
+        if plan == "chunked"
+    }
+    probe = Probed(case, dict(PROBE.candidates) | off, PROBE.algebra)
+    found = next(
+        g
+        for g in judge(CASE, RUNS, probe=probe).gates
+        if (g.name, g.plan) == (CACHED, "probe chunked")
+    )
+    assert (found.failed, found.position) == (True, 33)

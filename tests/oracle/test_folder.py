@@ -55,6 +55,16 @@ FILES += [
     "reference-step.safetensors",
     "truth.safetensors",
 ]
+PROBE_FILES = [
+    "floors.safetensors",
+    "manifest.json",
+    "plans/chunked.json",
+    "plans/full.json",
+    "reference-chunked.safetensors",
+    "reference-full.safetensors",
+    "truth.safetensors",
+]
+ALL = [*FILES, "manifest.json", *(f"probe/{name}" for name in PROBE_FILES)]
 MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
 
 
@@ -97,7 +107,7 @@ def test_the_default_models_greedy_tokens_and_sizes_are_the_goldens(default_run)
         5,
         ["The", " capital", " of", " France", " is"],
     )
-    assert names(out) == sorted([*FILES, "manifest.json"])
+    assert names(out) == sorted(ALL)
     assert sorted(manifest.files) == FILES
     step = trace.read(out / "reference-step.safetensors")
     assert step.logits.shape == (24, 49152)
@@ -186,7 +196,7 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
 
 def test_the_pool_is_kept_when_asked(kept):
     assert names(kept) == sorted(
-        [*FILES, "manifest.json", "pool-eager-full.safetensors", "pool-eager-step.safetensors"]
+        [*ALL, "pool-eager-full.safetensors", "pool-eager-step.safetensors"]
     )
     folder.check(kept)
 
@@ -378,6 +388,7 @@ def test_every_input_changes_the_digest():
         model = {key: value for key, value in changed if key in weights}
         return run_folder.inputs_digest(**model, inputs=run_folder.Inputs(**about))
 
+    other |= {"probe": True}
     digests = {digest(), *(digest(**{key: value}) for key, value in other.items())}
     assert len(digests) == 1 + len(other)
 
@@ -390,7 +401,7 @@ def test_an_existing_folder_is_replaced_only_by_force(model, copy, monkeypatch):
     assert (copy / "manifest.json").read_bytes() == before
     oracle.run(model, out=copy, tokens=[1, 2], steps=4, threads=1, force=True)
     assert folder.check(copy).tokens[:2] == [1, 2]
-    assert names(copy) == sorted([*FILES, "manifest.json"])
+    assert names(copy) == sorted(ALL)
     assert [p.name for p in copy.parent.iterdir()] == ["copy"]
 
 

@@ -11,6 +11,7 @@ import command
 import models
 import pytest
 
+from oracle import folder
 from oracle.formats import run_folder, trace
 
 PYTHON = [sys.executable, "-m", "oracle"]
@@ -45,10 +46,14 @@ def test_a_run_says_what_it_takes_and_prints_the_folder(model, tmp_path):
     )
     assert (code, stdout) == (0, f"{out}\n")
     first, *proofs = stderr.splitlines()
-    assert first.startswith("oracle: 8 tokens, about ")
+    assert first.startswith("oracle: 8 and a probe of 128 tokens, about ")
     assert [line.endswith(": holds") for line in proofs] == [True, True]
     code, stdout, stderr = oracle("check", out)
     assert (code, stderr) == (0, "")
+    assert [line for line in stdout.splitlines() if line.startswith("probe: ")] == [
+        "probe: 128 ids from 0 to 60, 106 of them in the first call",
+        *(f"probe: {line}" for line in folder.proofs(run_folder.read_manifest(out / "probe"))),
+    ]
     listed = oracle("show", out)[1].split("\n\n")[1].splitlines()[1:]
     assert stdout.splitlines()[0] == f"{out}: {len(listed)} files, whole and finite"
     code, stdout, _ = oracle("show", out)

@@ -28,8 +28,8 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others. `has_oracle` says that the command has
-    the option --oracle, for its messages.
+    `name` tells one of several requests from the others. `quick` leaves the probe out. `has_oracle`
+    says that the command has the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -47,6 +47,7 @@ class Request:
     engine: str = "port"
     prompt_tokens: int | None = None
     name: str | None = None
+    quick: bool = False
     has_oracle: bool = False
 
 
@@ -54,8 +55,8 @@ class Request:
 class Answer:
     """The oracle's answer on one sequence: the case and its plans, and the model that they are of.
 
-    `made` is what making it took, None where it was there already. Plans may coincide (full and
-    step, if nothing is decoded), and stand here once.
+    `made` is what making it took, None where it was there already or came with another. Plans may
+    coincide (full and step, if nothing is decoded), and stand here once.
     """
 
     checkpoint: Checkpoint
@@ -65,14 +66,22 @@ class Answer:
     made: Finished | None
 
 
-def ask(requests: Sequence[Request]) -> list[Answer]:
-    """The answer to each request, all on the first one's model.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answer to each request, and that on the model's probe; None where there is none."""
+
+    each: tuple[Answer, ...]
+    probe: Answer | None
+
+
+def ask(requests: Sequence[Request]) -> Answers:
+    """The answers, all on the first request's model.
 
     What can be refused of any request is refused before the oracle is asked the first.
     """
     first = requests[0]
     if first.oracle is not None:
-        return [_given(first, first.oracle)]
+        return _given(first, first.oracle)
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
@@ -83,22 +92,34 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
         # What the port refuses must not cost a run of the oracle first.
         beyond = LlamaConfig.of(checkpoint).rope.beyond
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    return [_asked(one, question) for one, question in zip(requests, questions, strict=True)]
+    probe = None if first.quick else oracle.probe_beside(questions[0])
+    # The first is asked with the probe, so that one process makes both.
+    asked = [
+        _asked(request, question, probe if request is first else None)
+        for request, question in zip(requests, questions, strict=True)
+    ]
+    return Answers(tuple(answer for answer, _ in asked), asked[0][1])
 
 
-def _asked(request: Request, question: oracle.Question) -> Answer:
+def _asked(
+    request: Request, question: oracle.Question, probe: oracle.Question | None
+) -> tuple[Answer, Answer | None]:
     checkpoint = question.checkpoint
     whose = f"{request.name}, " if request.name else ""
     what = f"{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}"
     say(f"oracle: {whose}{what}")
-    found = oracle.ask(question, fresh=request.fresh)
+    found, probed = oracle.ask_both(question, probe, fresh=request.fresh)
+    return _kept(checkpoint, found), None if probed is None else _kept(checkpoint, probed)
+
+
+def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     # A kept answer may have been made from the same weights under another name: the name that was
     # asked for now is shown.
     asked = {name: getattr(checkpoint, name) for name in ("source", "name", "note", "revision")}
     return _answer(checkpoint, found.folder, replace(found.manifest, **asked), found.made)
 
 
-def _given(request: Request, folder: Path) -> Answer:
+def _given(request: Request, folder: Path) -> Answers:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
     say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
@@ -116,7 +137,11 @@ def _given(request: Request, folder: Path) -> Answer:
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
         remedy = "run the oracle on these weights, or name the model that the folder was made with"
         raise Refusal(what, where=folder, remedy=remedy)
-    return _answer(checkpoint, folder, manifest, None)
+    inside = None if request.quick else run_folder.probe_of(folder, manifest)
+    probe = None
+    if inside is not None:
+        probe = _answer(checkpoint, inside, run_folder.read_manifest(inside), None)
+    return Answers((_answer(checkpoint, folder, manifest, None),), probe)
 
 
 def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) -> None:

@@ -12,10 +12,9 @@ from mlxkv.commands.compare.ask import Request, ask
 from mlxkv.commands.compare.follow import Runs, find, follow
 from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.suspects import Suspects
-from mlxkv.judge.admission import by_plan, trace_reasons
-from mlxkv.judge.case import Case
+from mlxkv.judge.admission import trace_reasons
+from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.delta import three_way
-from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
 from mlxkv.report.phrases import oracle_side, side
 from mlxkv.report.publish import Report
@@ -48,23 +47,33 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
         yield runs
 
 
-def judged(runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = ()) -> Compared:
-    """The verdict on what was run; `notes` are said beside the judge's own."""
-    case, suspects = runs.case, Suspects(runs)
-    ours, exact = (by_plan(case.manifest, lane) for lane in (runs.arithmetic, runs.algebra))
-    verdict = suspects.explain(judge(case, ours, algebra=exact), ours)
+def judged(
+    runs: Runs, third: Sequence[Trace] = (), *, notes: Sequence[str] = (), unseen: bool = True
+) -> Compared:
+    """The verdict on what was run; `notes` are said beside the judge's own.
+
+    `unseen`: whether to say which usual mistakes an agreement could not show.
+    """
+    case, suspects, ours = runs.case, Suspects(runs, unseen=unseen), runs.assigned
+    verdict = suspects.explain(ours.judge(), ours.candidates)
     verdict = replace(verdict, notes=(*notes, *verdict.notes))
-    beside = _third(case, third)
-    other = suspects.explain(judge(case, beside), beside) if beside else None
+    beside = _third(runs, third)
+    other = suspects.explain(beside.judge(), beside.candidates) if third else None
     engines = [side(t.meta) for t in (runs.arithmetic[0], *third[:1])]
     engines.insert(1, oracle_side(case.manifest))
-    return Compared(runs, verdict, other, three_way(case, ours, beside), tuple(engines))
+    pairs = three_way(case, ours.candidates, beside.candidates)
+    return Compared(runs, verdict, other, pairs, tuple(engines))
 
 
-def _third(case: Case, traces: Sequence[Trace]) -> dict[str, Trace]:
-    named = by_plan(case.manifest, traces)
-    for plan, candidate in named.items():
-        reasons = trace_reasons(candidate, plan, case, dtype=case.manifest.dtype)
-        if reasons:
-            raise Refusal(reasons[0])
-    return named
+def _third(runs: Runs, traces: Sequence[Trace]) -> Assigned:
+    """A third engine's traces; what of them cannot be compared is refused."""
+    probe = runs.probe.case if runs.probe is not None else None
+    found = assign(runs.case, traces, probe=probe)
+    lanes = [(runs.case, found.candidates), (runs.case, found.repeats)]
+    lanes += [(found.probe.case, found.probe.candidates)] if found.probe is not None else []
+    for case, named in lanes:
+        for plan, candidate in named.items():
+            reasons = trace_reasons(candidate, plan, case, dtype=case.manifest.dtype)
+            if reasons:
+                raise Refusal(reasons[0])
+    return found

@@ -1,16 +1,19 @@
-"""The cause of a difference in words: the usual suspects, made by the oracle when first needed."""
+"""The usual suspects, made by the oracle when first needed: they name a difference's cause.
+
+Where the runs agree and nothing was judged in float64, they name what these runs cannot see.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from mlxkv.commands.compare.follow import Runs
 from mlxkv.engines import machine, oracle
 from mlxkv.engines.progress import say
-from mlxkv.judge.cause import Suspect, find, read_suspects
+from mlxkv.judge import cause
+from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.result import Verdict
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.trace import Trace
@@ -18,48 +21,87 @@ from oracle.model.checkpoint import resolve
 
 
 class Suspects:
-    """The usual suspects of what was run: read or made once, when the first verdict asks."""
+    """The usual suspects of what was run: read or made once for each plan that asks."""
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
+    def __init__(self, runs: Runs, *, unseen: bool = True) -> None:
+        self.runs, self.unseen = runs, unseen
+        self._known: dict[str, cause.Suspects | str] = {}
 
     def explain(self, verdict: Verdict, traces: Mapping[str, Trace]) -> Verdict:
-        """The verdict on `traces`; if they differ, with the cause or a note why none is named."""
-        if verdict.outcome != "differ":
-            return verdict
-        found = self._listed
-        cause = found if isinstance(found, str) else find(self.runs.case, traces, found)
-        if isinstance(cause, str):
-            return replace(verdict, notes=(*verdict.notes, cause))
-        return replace(verdict, cause=cause)
+        """The verdict on `traces`; if they differ, with the cause or a note why none is named.
 
-    @cached_property
-    def _listed(self) -> list[Suspect] | str:
+        If they agree without float64, with a note that names the mistakes that do not show here,
+        unless `unseen` is false.
+        """
+        case, agree = self.runs.case, verdict.outcome == "agree"
+        exact = any(gate.scope == "algebra" and gate.ran for gate in verdict.gates)
+        silent = exact or not (self.unseen and case.has_truth)
+        if verdict.outcome == "cannot tell" or (agree and silent):
+            return verdict
+        suspects = self._of(_plan(verdict))
+        if agree:
+            note = _unseen(verdict, suspects, case, traces)
+            return replace(verdict, notes=(*verdict.notes, *note))
+        unsought = f"the cause was not looked for: {suspects}"
+        found = unsought if isinstance(suspects, str) else cause.find(case, traces, suspects)
+        if isinstance(found, str):
+            return replace(verdict, notes=(*verdict.notes, found))
+        return replace(verdict, cause=found)
+
+    def _of(self, plan: str) -> cause.Suspects | str:
+        if plan not in self._known:
+            self._known[plan] = self._listed(plan)
+        return self._known[plan]
+
+    def _listed(self, plan: str) -> cause.Suspects | str:
         """The suspects, or why there are none: the verdict stands without them."""
-        unsought, manifest = "the cause was not looked for", self.runs.case.manifest
+        manifest = self.runs.case.manifest
         if not manifest.has_truth:
-            return f"{unsought}: the usual suspects are mistakes in a Llama, tried on its truth"
+            return "the usual suspects are mistakes in a Llama, tried on its truth"
         try:
-            kept = oracle.suspects_folder(manifest)
-            found = read_suspects(kept, manifest.fingerprint)
+            kept = oracle.suspects_folder(manifest, plan)
+            found = cause.read_suspects(kept, manifest.fingerprint)
             os.utime(kept)
             return found
         except Refusal:
             pass  # absent, unfinished or damaged: made anew below
         if not machine.has("torch"):
-            return f"{unsought}: torch is not installed"
+            return "torch is not installed"
         try:
-            return self._made()
+            return self._made(plan)
         except AlreadySaid:
-            return f"{unsought}: the oracle refused, see above"
+            return "the oracle refused, see above"
         except Refusal as error:
-            return f"{unsought}: {error}"
+            return str(error)
 
-    def _made(self) -> list[Suspect]:
+    def _made(self, plan: str) -> cause.Suspects:
         checkpoint, manifest = self.runs.checkpoint, self.runs.case.manifest
-        kept = oracle.suspects_folder(manifest)
+        kept = oracle.suspects_folder(manifest, plan)
         if checkpoint.config_digest != manifest.config_digest:
             checkpoint = resolve(manifest.source, revision=manifest.revision)
         say("oracle: the usual suspects")
-        self.runs.took["suspects"] = oracle.make_suspects(checkpoint, self.runs.folder, kept)
-        return read_suspects(kept, manifest.fingerprint)
+        took = oracle.make_suspects(checkpoint, self.runs.folder, kept, plan=plan)
+        self.runs.took["suspects"] = took
+        return cause.read_suspects(kept, manifest.fingerprint)
+
+
+def _plan(verdict: Verdict) -> str:
+    """The plan at the borders of whose calls mistakes are tried: the one that fails where full does
+    not, else that of the most calls.
+    """
+    failed = [plan for plan in ORDER if any(g.failed and g.plan == plan for g in verdict.gates)]
+    plans = failed if failed and failed[0] != "full" else verdict.plans
+    cached = [plan for plan in ORDER if plan in plans and plan != "prefixes"]
+    return (cached[0] if plans is failed else cached[-1]) if cached else "full"
+
+
+def _unseen(
+    verdict: Verdict, suspects: cause.Suspects | str, case: Case, traces: Mapping[str, Trace]
+) -> list[str]:
+    if isinstance(suspects, str):
+        return [f"what this run cannot see was not looked for: {suspects}"]
+    unseen = cause.blind(case, traces, verdict.gates, suspects)
+    at = f"at {case.length} tokens in {case.manifest.dtype}"
+    probed = any(gate.ran and gate.plan.startswith("probe") for gate in verdict.gates)
+    whose = "without its probe this run" if probed else "this run"
+    return [f"{at} {whose} cannot see: {', '.join(unseen)}"] if unseen else []

@@ -170,12 +170,15 @@ def _part(aim: Aim, trace: Trace, talk: Right) -> Part:
     tokens, error = tuple(outcome.tokens or ()), outcome.error
     pairs = enumerate(zip(tokens, talk.tokens, strict=False))
     parted = next((i for i, (a, b) in pairs if a != b), None)
-    rows = trace.logits[np.flatnonzero(trace.arrays["steps"] == aim.step)]
+    of_step = trace.arrays["steps"] == aim.step
+    if "batch" in trace.arrays:
+        of_step = of_step & (trace.arrays["batch"] == aim.row)
+    rows = trace.logits[np.flatnonzero(of_step)]
     if parted is not None:
         rows = rows[: parted + 1]
     sigma, worst = None, None
     if len(rows):
-        sigmas = _sigmas(rows, talk, aim.fed + len(step.tokens) - 1)
+        sigmas = _sigmas(rows, talk, aim.fed + len(step.batch[0]) - 1)
         sigma, worst = float(np.sqrt(np.mean(sigmas * sigmas))), float(sigmas.max())
     if sigma is not None and worst is not None and not (sigma <= SIGMA and worst <= WORST):
         behaviour = WRONG
@@ -208,6 +211,6 @@ def _held(trace: Trace) -> tuple[Held, ...]:
         layers = sum(name == cache and kind == "keys" for name, _, kind in kept)
         first = trace.kv(cache, 0)
         if first is not None:
-            shape = (1, *first[0].shape)
+            shape = (1, *first[0].shape)[-4:]  # of a batch they have four axes already
             found.append(Held(cache, layers, shape, 2 * layers * int(np.prod(shape)) * size))
     return tuple(found)

@@ -86,7 +86,7 @@ def run(request: Request) -> Matrix:
     checkpoint = request.checkpoint(steps())
     first, second = _prompts(request, checkpoint)
     setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
-    draft = setting(right=(0,) * request.steps)
+    draft = setting(right=(0,) * request.steps, other=(0,) * request.steps)
     # Refused before the oracle works; what the model answers changes nothing of it.
     draft.check()
     systems = f"{len(scenarios.TABLE)} scenarios on {len(SYSTEMS)} systems"
@@ -94,7 +94,8 @@ def run(request: Request) -> Matrix:
     rights = {
         name: _right(request, checkpoint, name, ids) for name, ids in scenarios.talks(draft).items()
     }
-    made = scenarios.scenarios(setting(right=rights["first"].tokens))
+    right, other = rights["first"].tokens, rights["second"].tokens
+    made = scenarios.scenarios(setting(right=right, other=other))
     with process.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
         words = tokenizer.load(checkpoint.folder)

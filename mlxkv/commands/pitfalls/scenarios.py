@@ -9,7 +9,7 @@ that the rows which came can be laid beside the right ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,7 @@ from oracle.formats.plan import (
     Greedy,
     New,
     Plan,
+    Reset,
     Step,
     growing_prefixes,
     judged_plans,
@@ -77,6 +78,12 @@ TABLE: dict[str, tuple[str, tuple[Behaviour, ...]]] = {
         "use_kv_cache = false, fed one token at a time: the context is lost",
         (WRONG, WRONG, REFUSED, WRONG),
     ),
+    "reset": (
+        "a used cache, emptied (or a new one, where it has no such call), the second prompt on it",
+        (RIGHT,) * 6,
+    ),
+    "turns": ("one prefix, cloned, both ends fed in turn, a call each", (RIGHT,) * 6),
+    "batch": ("two sequences in one batch: {width} tokens, then single ones", (RIGHT,) * 6),
 }
 """By scenario what it is, with names of the setting's values, and what is known to come of it: on
 T, C, G and L in turn and, where given, on OTHER_CACHES."""
@@ -123,11 +130,15 @@ PAGE: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """The rows of one step were meant to continue `talk`, of which `fed` tokens were fed before."""
+    """The rows of one step were meant to continue `talk`, of which `fed` tokens were fed before.
+
+    Of a batch, those of its row number `row`.
+    """
 
     step: int
     talk: str
     fed: int = 0
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +161,16 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What scenarios are made from: two prompts that begin alike, and the first's greedy tokens.
+    """What scenarios are made from: two prompts that begin alike, and the greedy tokens of each.
 
-    `limit` is the first position beyond the model's, `steps` the greedy tokens after each prompt.
+    Those of the first are `right`, those of the second `other`. `limit` is the first position
+    beyond the model's, `steps` the greedy tokens after each prompt.
     """
 
     first: tuple[int, ...]
     second: tuple[int, ...]
     right: tuple[int, ...]
+    other: tuple[int, ...]
     limit: int
     steps: int
 
@@ -165,13 +178,22 @@ class Setting:
     def common(self) -> int:
         """Tokens that both prompts begin with."""
         pairs = enumerate(zip(self.first, self.second, strict=False))
-        shorter = min(len(self.first), len(self.second))
-        return next((i for i, (a, b) in pairs if a != b), shorter)
+        return next((i for i, (a, b) in pairs if a != b), self.width)
 
     @property
     def sequence(self) -> tuple[int, ...]:
         """The first prompt and its greedy tokens but the last: what is teacher-forced."""
         return (*self.first, *self.right[: self.steps - 1])
+
+    @property
+    def other_sequence(self) -> tuple[int, ...]:
+        """The second prompt and its greedy tokens but the last."""
+        return (*self.second, *self.other[: self.steps - 1])
+
+    @property
+    def width(self) -> int:
+        """Tokens of each prompt that one batch can take: as many as the shorter has."""
+        return min(len(self.first), len(self.second))
 
     @property
     def halves(self) -> Plan:
@@ -180,8 +202,7 @@ class Setting:
 
     def check(self) -> None:
         """Refuses prompts with which some scenario would say nothing."""
-        shortest = min(len(self.first), len(self.second))
-        if self.first == self.second or not 0 < self.common < shortest or shortest < 3:
+        if self.first == self.second or not 0 < self.common < self.width or self.width < 3:
             raise Refusal(
                 f"prompts: they share their first {self.common} of {len(self.first)} and "
                 f"{len(self.second)} tokens, expected two of at least 3 tokens that begin alike "
@@ -200,9 +221,9 @@ def talks(setting: Setting) -> dict[str, tuple[int, ...]]:
 
 
 def scenarios(setting: Setting) -> list[Scenario]:
-    """All of them, in the page's order; a Refusal where the prompts would show nothing."""
+    """All of them, the page's in its order; a Refusal where the prompts would show nothing."""
     setting.check()
-    ways = _one_prompt(setting) | _second_prompt(setting) | _no_cache(setting)
+    ways = _one_prompt(setting) | _second_prompt(setting) | _no_cache(setting) | _both(setting)
     cut, rest = (call.fed for call in setting.halves.calls())
     made = []
     for name, (what, behaviours) in TABLE.items():
@@ -217,7 +238,7 @@ def scenarios(setting: Setting) -> list[Scenario]:
         made.append(
             Scenario(
                 name=name,
-                what=what.format(cut=cut, rest=rest, limit=setting.limit),
+                what=what.format(cut=cut, rest=rest, limit=setting.limit, width=setting.width),
                 plans=plans,
                 aims=aims,
                 expected=dict(zip(plans, behaviours, strict=True)),
@@ -278,7 +299,9 @@ def _second_prompt(s: Setting) -> Ways:
     branch = (*prefix, then(s.first[n:], n), then(s.second[n:], n, "b"))
     no_rule = "no such rule: a caller makes a new cache"
     refuses = "refuses instead, as in reuse"
+    emptied = (*used, Reset("a"), then(s.second, 0))
     return {
+        "reset": ((emptied,) * 4, (Aim(3, "second"),)),
         "reuse": ((reuse, placed, placed, reuse), (Aim(2, "second"),)),
         "reuse1": ((reuse1, placed1, placed1, reuse1), (Aim(2, "one"),)),
         "quantized": ((no_rule, dropped, refuses, no_rule), (Aim(3, "second"),)),
@@ -298,6 +321,39 @@ def _no_cache(s: Setting) -> Ways:
         "nocache": ((growing,) * 4, whole),
         "nocache1": ((left_out, placed, placed, left_out), by_one),
     }
+
+
+def _both(s: Setting) -> Ways:
+    """Both prompts with what follows them, alive at once: as branches of a prefix, in a batch."""
+    new, n, width = New("a"), s.common, s.width
+    turns: list[Step] = [new, Call("a", s.first[:n], 0), Clone("a", "b")]
+    aims = []
+    for cache, talk, tokens, at in _in_turn(s):
+        aims.append(Aim(len(turns), talk, at))
+        turns.append(Call(cache, tokens, at))
+    pairs = tuple(zip(s.sequence, s.other_sequence, strict=False))
+    whole: tuple[tuple[int, ...], ...] = s.first[:width], s.second[:width]
+    singles = (Call("a", ((a,), (b,)), i) for i, (a, b) in enumerate(pairs) if i >= width)
+    batch = Plan("batch", (new, Call("a", whole, 0), *singles))
+    talks = enumerate(("first", "second"))
+    rows = [(row, talk, call) for row, talk in talks for call in batch.calls()]
+    return {
+        "turns": ((tuple(turns),) * 4, tuple(aims)),
+        "batch": (
+            (batch.steps,) * 4,
+            tuple(Aim(call.index, talk, call.start, row) for row, talk, call in rows),
+        ),
+    }
+
+
+def _in_turn(s: Setting) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Cache, talk, tokens and their position: the end of each prompt, then a token of each."""
+    n = s.common
+    yield "a", "first", s.first[n:], n
+    yield "b", "second", s.second[n:], n
+    for i in range(s.steps - 1):
+        yield "a", "first", (s.right[i],), len(s.first) + i
+        yield "b", "second", (s.other[i],), len(s.second) + i
 
 
 def _along(plan: Plan) -> tuple[Aim, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from mlxkv.judge import limits, measure
+from mlxkv.judge.cache_gates import ratio_gates
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import cache_floors, logit_floors
-from mlxkv.judge.gates import Yardstick, logit_gates, ratio_gates
+from mlxkv.judge.gates import Yardstick, logit_gates
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import GateName, Verdict
 from oracle.formats import proofs
