@@ -42,7 +42,7 @@ MANIFEST = Manifest(
     texts=["The", " capital", " of", " France", " is", *(f" t{i}" for i in range(5, 24))],
     plans={"full": "a" * 8, "step": "b" * 8, "prefixes": "c" * 8, "chunked": "d" * 8},
     files={},
-    proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.4e-8},
+    proofs={"truth_agreement": 1.1e-13, "transformers_double": 5.4e-16},
     generated=[7042, 30, 198],
     pool=[],
     pool_distinct=0,
@@ -203,7 +203,7 @@ def test_a_prompt_of_one_token_given_as_ids_has_no_chunked_proof() -> None:
         MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"}
     )
     assert console(VERDICT, one, sides=SIDES).splitlines()[1] == (
-        '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-8'
+        '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-16'
     )
 
 
@@ -285,7 +285,7 @@ def test_tables_are_aligned_in_their_source() -> None:
 
 CONSOLE = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-8
+24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate               plan    value  limit  headroom  where
 algebra (float64)  step  1.0e-13  1e-10      980x  pos 23 " t23"
@@ -306,7 +306,7 @@ agree (algebra, logits)    report: mlxkv-report/compare.md
 
 DIFFERENT = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-8
+24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate            plan     value  limit  headroom  where
 sigma           step    149.20   8.00     0.05x  -
@@ -442,7 +442,7 @@ mlxkv compare --steps 20
 - **chunked**: the prompt in several calls, then single tokens
 - **mixed**: a small chunk, one longer than what is held, single tokens, several again, to the end
 - **probe**: a sequence of up to 300 ids that span the vocabulary, judged beside the prompt's own in the plans full and chunked, at a sample of its positions
-- **noise floor**: how far transformers itself, in up to five orders of evaluation, is from the float64 truth at a position
+- **noise floor**: how far transformers itself, in up to six orders of evaluation, is from the float64 truth at a position
 - **algebra**: the engine in float64 against the truth, where there is no noise
 - **sigma**: rms error over all positions, in noise floors; correct engines read about 1
 - **worst position, peak**: the worst position's rms, and the largest single logit's error, in their floors
