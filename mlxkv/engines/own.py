@@ -2,9 +2,9 @@
 
 `FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32".
 What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
-and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. The file is
-executed because it was named; what goes wrong in it becomes one line. Axes as in
-`mlxkv.port.llama`.
+and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. It may have
+`taps()` too (see `own_taps`). The file is executed because it was named; what goes wrong in it
+becomes one line. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
@@ -242,6 +242,12 @@ def follow(job: Job) -> None:
     facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)} | says(model)
     meta = job.meta(checkpoint, facts, engine=source.name, version="")
 
+    if job.taps:
+        from mlxkv.engines import own_taps
+        from mlxkv.port.config.llama import LlamaConfig
+
+        own_taps.follow(job, model, LlamaConfig.of(checkpoint), meta)
+        return
     vocab, heads = checkpoint.vocab_size, heads_of(checkpoint.config)
 
     def begin(plan: Plan) -> tuple[OwnRunner, Meta]:

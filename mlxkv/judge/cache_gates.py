@@ -25,6 +25,7 @@ _OF_KIND: dict[Kind, tuple[GateName, GateName, GateName]] = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
     "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
 }
+_LIMITS = limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def cache_gates(
@@ -140,7 +141,7 @@ def _unread(
 
 def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
     """The gates on one kind's `of` (layers, K, n)."""
-    names, (median, most, worst) = _OF_KIND[kind], _limits()
+    names, (median, most, worst) = _OF_KIND[kind], _LIMITS
     return [
         _over_rows(case, names[0], of, np.median(of, axis=-1), median),
         _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
@@ -150,12 +151,8 @@ def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
 
 def _left_out(case: Case, kind: Kind, why: str) -> list[Gate]:
     """The gates on keys, or on values, that did not run."""
-    pairs = zip(_OF_KIND[kind], _limits(), strict=True)
+    pairs = zip(_OF_KIND[kind], _LIMITS, strict=True)
     return [not_run(name, case.cached, limit, why) for name, limit in pairs]
-
-
-def _limits() -> tuple[float, float, float]:
-    return limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:

@@ -26,16 +26,21 @@ from oracle.formats.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What speaks against the proofs and against the size of the floor, and the controls."""
+    """What speaks against the proofs and against the size of the floor, and the controls.
+
+    `disputed`: transformers and the truth disagree, though the truth agrees with itself.
+    """
 
     proofs: tuple[str, ...]
     floor: tuple[str, ...]
     controls: tuple[Control, ...]
+    disputed: bool = False
 
     @property
     def reasons(self) -> list[str]:
         """Why the verdict must be "cannot tell", as far as it is the oracle's side."""
-        return [*self.proofs, *self.floor, *(_reason(c) for c in self.controls if not c.passed)]
+        failed = (_reason(c, self.disputed) for c in self.controls if not c.passed)
+        return [*self.proofs, *self.floor, *failed]
 
     def covers(self, scope: Scope) -> bool:
         """Whether a failed gate of the scope counts: all need the truth, most the pool too."""
@@ -45,7 +50,8 @@ class Trust:
 
 def trust(yardstick: Yardstick) -> Trust:
     """Everything that is checked of the oracle's side by measuring it."""
-    return Trust(_proofs(yardstick.case), _floor(yardstick), _controls(yardstick))
+    case = yardstick.case
+    return Trust(_proofs(case), _floor(yardstick), _controls(yardstick), _disputed(case))
 
 
 def blind_to(yardstick: Yardstick, factor: float) -> float | None:
@@ -101,20 +107,38 @@ def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Array]:
     return errors | {"keys": keys, "values": values}
 
 
-def _reason(control: Control) -> str:
+def _reason(control: Control, disputed: bool) -> str:
+    remedy = "see what its proof says" if disputed else "make the oracle folder again"
     return (
         f"control {control.name!r}: {control.quantity} is {control.value:.3g} "
         f"(limit {control.limit:g}), expected to {control.expected}; "
-        "the floors cannot be trusted, make the oracle folder again"
+        f"the floors cannot be trusted, {remedy}"
     )
 
 
 def _proofs(case: Case) -> tuple[str, ...]:
     what = case.measure_name
+    remedy = _DISPUTED if _disputed(case) else f"the {what} cannot be trusted"
     return tuple(
-        f"{what}'s proof {name}: {value}, expected at most {limit:g}; the {what} cannot be trusted"
+        f"{what}'s proof {name}: {value}, expected at most {limit:g}; {remedy}"
         for name, value, limit in proofs.failed(case.manifest)
     )
+
+
+def _disputed(case: Case) -> bool:
+    """Whether somebody else's float64 disagrees with a truth whose plans agree with one another.
+
+    A folder made again would say the same.
+    """
+    failed = {name: value for name, value, _ in proofs.failed(case.manifest)}
+    measured = isinstance(failed.get("transformers_double"), int | float)
+    return case.has_truth and len(failed) == 1 and measured
+
+
+_DISPUTED = (
+    "transformers and the truth disagree, and either may be at fault: try another version of "
+    "transformers, and look in config.json for a key that one of them reads otherwise"
+)
 
 
 def _floor(yardstick: Yardstick) -> tuple[str, ...]:

@@ -29,8 +29,10 @@ WORST = 16.0
 # weight among 134 million peaks at 30.
 PEAK = 8.0
 
-# The port reads 4.4 (5.5 on a random model), members 5.0 (4.4 in float16, 4.9 in bfloat16). Every
-# logit 0.05 too high, which sigma cannot see, reads 5.9e3.
+# The port reads 2.5, mlx-lm 2.2, members 5.0 (4.4 in float16, 4.9 in bfloat16). Engines that add up
+# products in 2 to 64 parts, in reverse, in pairs or in strides read 1.8 to 2.7 on SmolLM2, and 2.9
+# at most on random models; before the pool had a sequential member, up to 8.1. Every logit 0.05 too
+# high, which sigma cannot see, reads 2.9e3.
 SHIFT = 10.0
 
 # A changed token counts where the truth's two best logits are further apart than so many peak
@@ -41,7 +43,10 @@ FLIP_MARGIN = 16.0
 # position 60 on, sigma reads 709.
 CACHED = 8.0
 
-# Median over positions. The port reads 0.9, members 1.1. A cache in float16 reads a sigma of 203.
+# Median over positions. The port reads 0.8, members 1.1, products added up in reverse 1.9. Of width
+# 2048 to 8192 with weights of bfloat16 the port and mlx-lm read 1.0 (5.3 to 6.2 in a pool that does
+# not know MLX's order of sums), on MLX's own BLAS 1.5; with weights of float32 2.3 there at 4096. A
+# cache in float16 reads a sigma of 150.
 KV_MEDIAN = 4.0
 
 # 95th percentile over positions. The port reads 1.5, members 1.6. Not the maximum, since single

@@ -37,7 +37,7 @@ _WORDS = {
     "end",
     "probe": "a sequence of up to 300 ids that span the vocabulary, judged beside the prompt's own "
     "in the plans full and chunked, at a sample of its positions",
-    "noise floor": "how far transformers itself, in up to five orders of evaluation, is from the "
+    "noise floor": "how far transformers itself, in up to six orders of evaluation, is from the "
     "float64 truth at a position",
     "algebra": "the engine in float64 against the truth, where there is no noise",
     "sigma": "rms error over all positions, in noise floors; correct engines read about 1",

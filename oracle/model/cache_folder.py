@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from oracle.formats.errors import Refusal
 
 _HELD: dict[str, tuple[Path, int]] = {}
 """The folders within the cache folder that this process uses, and the handles that say so."""
+_ONE_AT_A_TIME = threading.Lock()  # two threads must not close one handle twice
 
 
 def cache_dir() -> Path:
@@ -36,14 +38,15 @@ def part(name: str) -> Path:
 def in_use(name: str) -> Path:
     """`part`, which `mlxkv store clear` leaves alone until this process ends."""
     folder = part(name)
-    before, handle = _HELD.get(name, (None, -1))
-    if before != folder:
-        try:
-            _HELD[name] = folder, held(folder)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        if before is not None:
-            os.close(handle)
+    with _ONE_AT_A_TIME:
+        before, handle = _HELD.get(name, (None, -1))
+        if before != folder:
+            try:
+                _HELD[name] = folder, held(folder)
+            except OSError as error:
+                raise _unwritable(folder, error) from error
+            if before is not None:
+                os.close(handle)
     return folder
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _Function = Callable[..., Any]
+_Mean = Callable[[Tensor], Tensor]
 _ROWS = 256  # whose partial sums are held at once: 8 MB where a row has 8,192 numbers
 
 
@@ -57,10 +58,12 @@ class Sequential(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         own = _SEQUENTIAL.get(func)
-        if own is None:
-            return func(*args, **(kwargs or {}))
-        self.widest = max(self.widest, args[0].shape[-1])
-        return own(*args, **(kwargs or {}))
+        given = args if own is None else (self._mean, *args)
+        return (own or func)(*given, **(kwargs or {}))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        self.widest = max(self.widest, x.shape[-1])
+        return sequential_mean(x)
 
 
 def _wide(value: Any) -> Any:
@@ -79,25 +82,30 @@ def sequential_mean(x: Tensor) -> Tensor:
     return torch.from_numpy(sums * np.float32(1 / E)).reshape(*x.shape[:-1], 1)
 
 
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **given: Any) -> Tensor:
+def _mean(mean: _Mean, x: Tensor, dim: Any = None, keepdim: bool = False, **given: Any) -> Tensor:
     of_rows = dim in (-1, (-1,), [-1]) and keepdim and not given
     if of_rows and x.dtype == torch.float32:
-        return sequential_mean(x)
+        return mean(x)
     return torch.mean(x, dim, keepdim, **given) if dim is not None else torch.mean(x, **given)
 
 
 def _rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    mean: _Mean,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     if len(shape) > 1 or x.dtype == torch.float64:
         return functional.rms_norm(x, list(shape), weight, eps)
     wide = x.float()
     least = torch.finfo(x.dtype).eps if eps is None else eps
-    normed = (wide * torch.rsqrt(sequential_mean(wide * wide) + least)).to(x.dtype)
+    normed = (wide * torch.rsqrt(mean(wide * wide) + least)).to(x.dtype)
     return normed if weight is None else normed * weight
 
 
 def _layer_norm(
+    mean: _Mean,
     x: Tensor,
     shape: Sequence[int],
     weight: Tensor | None = None,
@@ -107,8 +115,8 @@ def _layer_norm(
     if len(shape) > 1 or x.dtype == torch.float64:
         return functional.layer_norm(x, list(shape), weight, bias, eps)
     wide = x.float()
-    wide = wide - sequential_mean(wide)
-    normed = (wide * torch.rsqrt(sequential_mean(wide * wide) + eps)).to(x.dtype)
+    wide = wide - mean(wide)
+    normed = (wide * torch.rsqrt(mean(wide * wide) + eps)).to(x.dtype)
     normed = normed if weight is None else normed * weight
     return normed if bias is None else normed + bias
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from command import Done, mlxkv, torch_python
 
-from mlxkv.commands.locate import hints
 from mlxkv.commands.locate import place as locate
+from mlxkv.commands.locate import rows
 from mlxkv.commands.locate import run as locating
+from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import WALK
-from mlxkv.commands.locate.place import Located
 from mlxkv.engines import job, port
 from mlxkv.engines import machine as runtime
 from mlxkv.engines import recorder as taps
@@ -39,10 +39,7 @@ from oracle.formats.trace import TAPS, Meta
 from oracle.model.checkpoint import resolve
 
 PROMPT = models.ids(6)
-CHUNK, LENGTH = (
-    4,
-    12,
-)  # the chunked plan's second call starts at 4; six tokens, and six of seven greedy ones
+LENGTH = 12  # six tokens, and six of seven greedy ones
 Patch = pytest.MonkeyPatch
 
 
@@ -247,6 +244,11 @@ def mask(change: Callable[[int, int, Any], Any]) -> Callable[[Llama, Patch], Non
     return plant
 
 
+def window(length: int, start: int) -> Any:
+    back = np.arange(start, start + length)[:, None] - np.arange(start + length)[None, :]
+    return (back >= 5).astype(np.uint8)
+
+
 def without_offset(length: int, start: int, right: Any) -> Any:
     return (
         (np.arange(start + length)[None, :] > np.arange(length)[:, None]).astype(np.uint8)
@@ -324,19 +326,124 @@ def final_eps(model: Llama, _: Patch) -> None:
     model.norm.eps = 1.1e-5
 
 
+def normed(inverse: Callable[[mx.array], mx.array]) -> Callable[[Llama, Patch], None]:
+    """`inverse` gives what every norm multiplies a row by, from its mean square."""
+
+    def plant(_: Llama, patch: Patch) -> None:
+        def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+            return x * inverse(mx.mean(x * x, axis=-1, keepdims=True)) * weight
+
+        patch.setattr(ops, "rms_norm", rms_norm)
+
+    return plant
+
+
+def right_eps() -> mx.array:
+    return mx.array(1e-5, mx.float64)
+
+
+def over_one_less(mean: mx.array) -> mx.array:
+    return mx.rsqrt(mean * (32 / 31) + right_eps())
+
+
+def rough(mean: mx.array) -> mx.array:
+    bent = mx.tanh(1e3 * mean - mx.floor(1e3 * mean))
+    return mx.rsqrt(mean + right_eps()) * (1 + 5e-6 * bent)
+
+
+def capped(_: Llama, patch: Patch) -> None:
+    def cap(queries: mx.array, keys: mx.array, values: mx.array, **rest: Any) -> mx.array:
+        B, H, L, D = queries.shape
+        grouped = queries.reshape(B, keys.shape[1], -1, L, D) * rest["scale"]
+        scores = 5.0 * mx.tanh(grouped @ keys[:, :, None].swapaxes(-1, -2) / 5.0)
+        if rest["hidden"] is not None:
+            scores = mx.where(rest["hidden"], -mx.inf, scores)
+        if rest["tap"] is not None:
+            rest["tap"]("scores", scores)
+        return (ops._softmax(scores) @ values[:, :, None]).reshape(B, H, L, D)
+
+    patch.setattr(ops, "attention", cap)
+
+
+def other_rotation(
+    change: Callable[[mx.array, mx.array, mx.array], mx.array],
+) -> Callable[[Llama, Patch], None]:
+    def plant(_: Llama, patch: Patch) -> None:
+        patch.setattr(llama, "rotate", change)
+
+    return plant
+
+
+def swapped_pair(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Of the four query heads alone: in keys too, it would only be another layout."""
+    a, b = mx.split(x, 2, axis=-1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    queries = mx.concatenate([half[:, :4] for half in turned[::-1]], axis=-1)
+    return mx.concatenate([queries, mx.concatenate(turned, axis=-1)[:, 4:]], axis=1)
+
+
+def longer(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    a, b = mx.split(x * mx.array(1.25, mx.float64), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def lost(_: Llama, patch: Patch) -> None:
+    """What decoding wrote at position 7 is never read."""
+    real = Cache.extend
+
+    def extend(self: Cache, layer: int, keys: mx.array, values: mx.array) -> Any:
+        held = real(self, layer, keys, values)
+        if keys.shape[2] > 1 or held[0].shape[2] <= 8:
+            return held
+        return tuple(mx.concatenate([a[:, :, :7], a[:, :, 8:]], axis=2) for a in held)
+
+    patch.setattr(Cache, "extend", extend)
+
+
+def split_wrong(_: Llama, patch: Patch) -> None:
+    def heads(self: Any, x: mx.array, n: int) -> mx.array:
+        B, L, _ = x.shape
+        return x.reshape(B, L, self.head_dim, n).transpose(0, 3, 1, 2)
+
+    patch.setattr(llama.Attention, "_heads", heads)
+
+
+def in_float32(_: Llama, patch: Patch) -> None:
+    real = ops.silu
+    patch.setattr(ops, "silu", lambda x: real(x).astype(mx.float32).astype(mx.float64))
+
+
 def norm_weight(model: Llama, _: Patch) -> None:
     array = np.array(model.layers[0].post_attention_layernorm.weight)
     array[7] *= 1.001
     model.layers[0].post_attention_layernorm.weight = mx.array(array, mx.float64)
 
 
+LARGER = (
+    "RMSNorm: eps (each row is the truth's times a factor of its own, that of an eps larger by "
+    "1e-06)"
+)
+SPEED = (
+    "each pair turns at another speed: theta, scaling, the sign of the angles or the order of the "
+    "pairs"
+)
 STEP_CACHE = "the cache: row {row} of its {kind} in layer {layer}, head {head}, is "
 FAULTS = {
     "eps in the input norm of layer 1": Fault(
-        eps(1, "input_layernorm"), "full", 0, (1,), "input_norm", hint="RMSNorm: eps"
+        eps(1, "input_layernorm"),
+        "full",
+        0,
+        (1,),
+        "input_norm",
+        hint=LARGER,
     ),
     "eps in the post norm of layer 2": Fault(
-        eps(2, "post_attention_layernorm"), "full", 0, (2,), "post_norm", hint="RMSNorm: eps"
+        eps(2, "post_attention_layernorm"),
+        "full",
+        0,
+        (2,),
+        "post_norm",
+        hint=LARGER,
     ),
     "one weight of a norm": Fault(
         norm_weight,
@@ -358,7 +465,7 @@ FAULTS = {
     ),
     "one weight of k": Fault(
         weight("2.self_attn.k_proj", (9, 31)),
-        "full",
+        "step",
         0,
         (2,),
         "k",
@@ -419,7 +526,7 @@ FAULTS = {
         (1,),
         "o_proj",
         (),
-        "o_proj: its weight or bias (output 5 of 32)",
+        "o_proj: its weight, bias or precision (output 5 of 32)",
     ),
     "KV heads swapped in layer 1": Fault(
         swapped,
@@ -460,7 +567,7 @@ FAULTS = {
     "the mask lets one future token in": Fault(
         mask(lambda length, start, right: np.roll(right, 1, axis=1) * right),
         *("full", 0, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: at position 0 it lets it see the key of position 1",
+        "the mask: at position 0 it lets it see the key of position 1, and any at most 1 ahead",
     ),
     "the mask hides the token itself from position 1 on": Fault(
         mask(
@@ -471,30 +578,31 @@ FAULTS = {
             )
         ),
         *("full", 1, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: at position 1 it hides from it the key of position 1",
+        "the mask: it hides 11 from themselves (at position 1 it hides from it the key of "
+        "position 1)",
     ),
     "a chunk's mask without its offset": Fault(
         mask(without_offset),
-        "chunked",
-        CHUNK,
+        "mixed",
+        2,
         EVERY,
         "scores",
         (0, 1, 2, 3),
-        "the mask: at position 4 it hides from it the key of position 1",
+        "the mask: the offset of the call that starts at position 2 is missing",
     ),
     "a chunk turned one position late": Fault(
         turned(lambda start, length: start > 0 and length > 1),
-        *("chunked", CHUNK, EVERY, "q_rope", (0, 1, 2, 3)),
-        "RoPE: positions from 4 on (index_pos)",
+        *("mixed", 2, EVERY, "q_rope", (0, 1, 2, 3)),
+        "RoPE: positions: position 2 is turned as position 3 is (index_pos)",
     ),
     "single tokens turned one position late": Fault(
         turned(lambda start, length: length == 1),
-        "step",
-        6,
+        "mixed",
+        5,
         EVERY,
         "q_rope",
         (0, 1, 2, 3),
-        "RoPE: positions from 6 on (index_pos)",
+        "RoPE: positions: position 5 is turned as position 6 is (index_pos)",
     ),
     "silu with 1.702": Fault(silu, "full", 0, EVERY, "activation", hint="the activation: silu"),
     "no first residual in layer 1": Fault(
@@ -540,7 +648,7 @@ FAULTS = {
         (2,),
         "attention",
         (0, 1, 2, 3),
-        "attention with right scores: softmax, GQA's head order among the values",
+        "attention with right scores: every row is 1.5 times the truth's in heads 0, 1, 2, 3",
     ),
     "one row of the embedding": Fault(
         embedding,
@@ -548,10 +656,58 @@ FAULTS = {
         3,
         (0,),
         "embedding",
-        hint="the embedding: its weights, or other token ids",
+        hint="the embedding: its weights, its scale, or other token ids",
+    ),
+    "a mean over E - 1": Fault(
+        normed(over_one_less),
+        *("full", 0, EVERY, "input_norm"),
+        hint="RMSNorm: every row is 0.984251 times the truth's: its mean, or one factor on its "
+        "weight",
+    ),
+    "an rsqrt off by up to 5e-6": Fault(
+        normed(rough),
+        *("full", 0, EVERY, "input_norm"),
+        hint="RMSNorm: each row is the truth's times a factor of its own: its mean, eps or rsqrt",
+    ),
+    "a window of 5": Fault(
+        mask(lambda length, start, right: right | window(length, start)),
+        *("full", 5, EVERY, "scores", (0, 1, 2, 3)),
+        "the mask: a window of 5: a token sees itself and the 4 before it (at position 5 it hides "
+        "from it the key of position 0)",
+    ),
+    "capped scores": Fault(
+        capped,
+        *("full", 1, EVERY, "scores", (0, 1, 2, 3)),
+        "scores of right queries and keys: each keeps its rank: a cap or another function",
+    ),
+    "the numbers of each pair swapped": Fault(
+        other_rotation(swapped_pair),
+        *("full", 1, EVERY, "q_rope", (0, 1, 2, 3)),
+        "RoPE: its pairing: each row keeps its length, and its pairs do not",
+    ),
+    "a factor on the tables": Fault(
+        other_rotation(longer),
+        *("step", 0, EVERY, "q_rope", (0, 1, 2, 3)),
+        "RoPE: every row is 1.25 times as long: a factor on its tables",
+    ),
+    "a row that is never read": Fault(
+        lost,
+        *("step", 8, EVERY, "scores", (0, 1, 2, 3)),
+        "the cache: at position 8 the key of position 7 is not read: its row was lost",
+    ),
+    "heads split the wrong way": Fault(
+        split_wrong,
+        *("full", 0, EVERY, "q", (0, 1, 2, 3)),
+        "q_proj: the same numbers in another order: how they are split into heads",
     ),
     "eps of the final norm": Fault(
-        final_eps, "full", 0, (), "logits", hint="behind the layers: the final norm's eps"
+        final_eps,
+        "full",
+        0,
+        (),
+        "logits",
+        hint="behind the layers: each row is the truth's times a factor of its own: the final norm "
+        "(its mean, eps or rsqrt)",
     ),
 }
 
@@ -590,7 +746,7 @@ def test_another_theta_is_found_at_position_1_in_every_layer(
         "q_rope",
         (0, 1, 2, 3),
     )
-    assert found.hint == "RoPE: theta, scaling, pairing or positions"
+    assert found.hint == f"RoPE: {SPEED}"
 
 
 def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
@@ -603,7 +759,7 @@ def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
         0,
         1,
         "up",
-        "mlp.up_proj: its weight or bias (output 5 of 48)",
+        "mlp.up_proj: its weight, bias or precision (output 5 of 48)",
     )
     (row,) = [
         row
@@ -611,6 +767,68 @@ def test_errors_that_are_not_numbers_are_located_and_are_null_in_json(
         if row["tap"] == "up"
     ]
     assert (row["isolated"], row["wrong"]) == (None, True)
+
+
+# A port that computes the same in another way, and a run with taps that fails.
+
+
+def rotated_apart(self: llama.Attention, x: mx.array, cache: Cache, start: int, tap: Any) -> Any:
+    """Attention whose queries and keys are rotated in two calls."""
+    B, L, _ = x.shape
+    q, k, v = (
+        self._heads(project(x), n)
+        for project, n in (
+            (self.q_proj, self.n_heads),
+            (self.k_proj, self.n_kv_heads),
+            (self.v_proj, self.n_kv_heads),
+        )
+    )
+    turned = [llama.rotate(a, *cache.rotation(start, L)) for a in (q, k)]
+    keys, values = cache.extend(self.layer, turned[1], v)
+    hidden = llama.fitting(cache.mask(L, start), (B, self.n_heads, L, keys.shape[2]))
+    options = {"hidden": hidden, "scale": self.scale, "tap": tap}
+    mixed = llama.blockwise(turned[0], keys, values, **options).swapaxes(1, 2).reshape(B, L, -1)
+    out = self.o_proj(mixed)
+    if tap is not None:
+        ops.show(tap, input_norm=x, q=q, k=k, v=v, q_rope=turned[0], k_rope=turned[1])
+        ops.show(tap, attention=mixed, o_proj=out)
+    return out
+
+
+def test_a_port_that_rotates_queries_and_keys_in_two_calls_is_left_in_peace(
+    tapped: Callable[[str], Path], model_of: Callable[..., Llama], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(llama.Attention, "__call__", rotated_apart)
+    found = look(tapped("gqa"), model_of("gqa", "float64"))
+    assert (found.outcome, found.hint, found.notes) == ("nothing", None, ())
+    assert [row.tap for row in found.rows] == [*WALK, "logits"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_step_that_fails_in_the_run_with_taps_is_said(
+    wrong: bool, tapped: Callable[[str], Path], folder_of: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    model, real = load(folder_of("gqa"), "float64"), taps.Recorder.begin
+
+    def begin(self: taps.Recorder, first: int) -> None:
+        if first == (5 if wrong else 7):
+            raise ValueError("no room")
+        real(self, first)
+
+    monkeypatch.setattr(taps.Recorder, "begin", begin)
+    if wrong:
+        # Right in one call, and so wrong first in mixed.
+        turned(lambda start, length: length == 1)(model, monkeypatch)
+    found = look(tapped("gqa"), model)
+    said = (
+        f"the run with taps failed in step 3 of plan {'mixed' if wrong else 'step'}, so nothing "
+        "inside the layers was looked at: no room"
+    )
+    if wrong:
+        assert (found.outcome, found.position, found.layer) == ("located", 5, None)
+        assert found.notes == (said,)
+    else:
+        assert (found.outcome, found.exit_code, found.reasons) == ("cannot tell", 2, (said,))
 
 
 # A folder that lacks taps.
@@ -623,6 +841,9 @@ def test_without_taps_a_folder_still_gives_layer_keys_and_values(
     weight("2.self_attn.k_proj", (9, 31))(model, monkeypatch)
     found = look(bare, model)
     assert (found.layers, found.tap, found.head) == ((2,), "k_rope", 1)
+    assert found.hint is not None
+    # The taps would say k_proj.
+    assert found.hint.startswith("made between v and k_rope: k, which would say more, was not")
 
 
 def test_where_torch_is_missing_the_note_says_what_the_folder_lacks(
@@ -803,4 +1024,4 @@ def test_rounding_to_bfloat16_is_to_the_nearest_and_ties_to_even() -> None:
     expected = np.array(
         mx.array(values.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32), np.float64
     )
-    assert hints.rounded(values, "bfloat16").tolist() == expected.tolist()
+    assert rows.rounded(values, "bfloat16").tolist() == expected.tolist()

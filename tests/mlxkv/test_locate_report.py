@@ -12,7 +12,8 @@ import numpy as np
 from synthetic import make_case, texts
 
 from mlxkv.commands.locate import page as report
-from mlxkv.commands.locate.place import Located, Strip, TapRow
+from mlxkv.commands.locate.found import Located, TapRow
+from mlxkv.judge.result import Strip
 from mlxkv.report.plots import heat_strip
 
 MANIFEST = make_case().manifest
@@ -143,6 +144,23 @@ def test_what_cannot_be_told_gives_every_reason_once() -> None:
     assert text == "tiny (random)  float32  x\n\ncannot tell: two\ncannot tell: one\n"
 
 
+def test_taps_that_an_engine_hands_out_stand_beside_the_noise_of_the_ports() -> None:
+    rows = (
+        TapRow(1, "k_rope", None, 2e-7, floors=0.9),
+        TapRow(1, "keys", None, 0.5, 8, (0,), floors=1.2e6),
+    )
+    found = replace(FOUND, layers=(), rows=rows)
+    lines = report.console(found, MANIFEST, engine="mine", layers=2).splitlines()
+    assert lines[10:13] == [
+        "layer  tap        error  noise floors  first wrong  wrong heads",
+        "    1  k_rope  2.00e-07      9.00e-01            -  -",
+        "    1  keys    5.00e-01      1.20e+06            8  0",
+    ]
+    limit = "Limits in noise floors: 4 for a tap's median, 30 for one row."
+    assert limit in report.markdown(found, MANIFEST, engine="mine", layers=2)
+    assert report.sentence(replace(NOTHING, rows=rows[:1])) == "nothing stands out"
+
+
 def test_how_many_layers_are_wrong_and_whether_every_head_is() -> None:
     told = dict(
         report.facts(replace(FOUND, layers=(1, 2), head=None, heads=(0, 1)), MANIFEST, layers=3)
@@ -153,6 +171,9 @@ def test_how_many_layers_are_wrong_and_whether_every_head_is() -> None:
     )
     told = dict(report.facts(replace(FOUND, layers=(1, 2)), MANIFEST, layers=2))
     assert told["layer"] == "1 (every layer is wrong by itself)"
+    # Where no layer was fed the truth's input, nothing is said of the layers behind the first.
+    told = dict(report.facts(replace(FOUND, layers=()), MANIFEST, layers=2))
+    assert told["layer"] == "1, the first that shows"
     told = dict(report.facts(replace(FOUND, layer=None, tap=None, heads=()), MANIFEST, layers=2))
     assert (told["layer"], told["position"]) == (
         "-",

@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,33 @@ def test_a_comparison_holds_what_it_uses(tmp_path: Path, monkeypatch: pytest.Mon
     cache_folder.in_use("oracle")  # this process has gone on to another folder
     with disk.unheld(folder) as free:
         assert free
+
+
+def test_threads_that_go_on_to_another_folder_close_each_handle_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    slow = threading.Barrier(2)
+
+    def held(folder: Path) -> int:
+        # Both threads here at once: each would go on with the handle that the other closes.
+        with suppress(threading.BrokenBarrierError):
+            slow.wait(timeout=0.2)
+        return disk.held(folder)
+
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path))
+    cache_folder.in_use("models")
+    monkeypatch.setattr(cache_folder, "held", held)
+    monkeypatch.setattr(cache_folder.os, "close", closed.append)
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "other"))
+    threads = [threading.Thread(target=cache_folder.in_use, args=("models",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    assert len(closed) == len(set(closed)) == 1
+    os.close(closed[0])
 
 
 def test_what_cannot_be_removed_is_said_and_the_rest_goes(

@@ -34,9 +34,7 @@ from synthetic import (
 from mlxkv.judge.assign import assign
 from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.limits import SIGMA_LEAST
-from mlxkv.judge.notes import notes
 from mlxkv.judge.result import Gate, Outcome, Verdict, join
-from mlxkv.judge.sequence import Judged, sequence
 from mlxkv.judge.verdict import judge
 from mlxkv.report import phrases
 from oracle.formats.errors import Refusal
@@ -421,7 +419,7 @@ def test_a_prompt_of_one_token_has_no_chunks_and_says_so() -> None:
     case = make_case(prompt=1)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
     assert (verdict.outcome, verdict.plans) == ("agree", ("full", "step", "prefixes", "mixed"))
-    assert verdict.notes == ("chunked does not apply: a prompt of one token cannot be split",)
+    assert verdict.notes == ("chunked was not run: a prompt of one token cannot be split",)
 
 
 def test_where_nothing_is_decoded_the_cache_is_not_compared_with_itself() -> None:
@@ -480,6 +478,25 @@ def test_a_truth_without_its_proofs_tells_nothing(name: str, value: Any) -> None
         assert (verdict.outcome, verdict.first_wrong) == ("cannot tell", None)
         assert verdict.reasons[0].startswith(f"truth's proof {name}: ")
     assert judge(wrong, FAULTS["a NaN"][0]).outcome == "differ"
+
+
+def test_where_transformers_and_a_sound_truth_disagree_nobody_is_told_to_make_it_again() -> None:
+    case = replace(bad_member(1.0003), manifest=proofs(transformers_double=0.31).manifest)
+    verdict = judge(case, RUNS, algebra=EXACT)
+    assert verdict.outcome == "cannot tell"
+    assert verdict.reasons[0].endswith(
+        "transformers and the truth disagree, and either may be at fault: try another version of "
+        "transformers, and look in config.json for a key that one of them reads otherwise"
+    )
+    assert verdict.reasons[1].startswith("control 'sdpa-step, held out'")
+    assert [r for r in verdict.reasons if "again" in r] == []
+    # A truth that is not one even by itself is no side in a dispute.
+    for broken in ({"truth_agreement": 2e-10}, {"transformers_double": "absent"}):
+        case = replace(
+            bad_member(1.0003), manifest=proofs(**({"transformers_double": 0.31} | broken)).manifest
+        )
+        found = judge(case, RUNS, algebra=EXACT).reasons
+        assert any("make the oracle folder again" in reason for reason in found)
 
 
 def bad_member(scale: float) -> Case:
@@ -990,17 +1007,15 @@ def test_a_run_of_one_token_cannot_tell(with_probe: bool) -> None:
 
 
 def test_equal_tokens_leave_masks_to_the_probe() -> None:
-    main = sequence(CASE, RUNS, {}, {})
-    assert isinstance(main, Judged)
-    equal = replace(CASE, manifest=replace(CASE.manifest, tokens=[7] * N))
-    main = replace(main, yardstick=replace(main.yardstick, case=equal))
-    assert notes(main, "agree", probed=False) == [
+    equal = make_case(tokens=[7] * N)
+    runs = make_candidates(equal)
+    assert judge(equal, runs).notes == (
         "all tokens are equal: a wrong mask or row cannot show; give a prompt of different ones",
-    ]
-    assert notes(main, "agree", probed=True) == [
+    )
+    assert judge(equal, runs, probe=PROBE).notes == (
         "all tokens are equal: a wrong mask or row cannot show here; only the probe has different "
         "ones",
-    ]
+    )
 
 
 def again(**changes: Callable[[Array], Array]) -> dict[str, Trace]:

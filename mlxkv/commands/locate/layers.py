@@ -18,16 +18,22 @@ from oracle.formats.trace import TAPS, Trace
 _SCORES = TAPS.index("scores")
 WALK = ("embedding", *TAPS[:_SCORES], "keys", "values", *TAPS[_SCORES:])
 """Every tap, in the order of computation."""
+EQUAL = 1e-12
+"""Of a tap's largest value: as near as two float64 runs of the same formulas are, and nearer."""
 HEADED = ("q", "k", "v", "q_rope", "k_rope", "keys", "values", "scores", "attention")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer in a run and in the truth."""
+    """One layer in a run and in the truth.
+
+    `slack` is how near two correct runs are, of a tap's largest value.
+    """
 
     run: Trace
     truth: Trace
     number: int
+    slack: float = EQUAL
 
     def pair(self, tap: str) -> tuple[Array, Array] | None:
         """The run's and the truth's array of a tap, alike in shape; None where one has none.
@@ -47,6 +53,23 @@ class Layer:
         found = self.pair(tap)
         assert found is not None
         return found
+
+    def near(self, tap: str) -> float:
+        """How near two correct runs are at a tap."""
+        return self.slack * float(np.abs(self.both(tap)[1]).max())
+
+    def recorded(self, *taps: str) -> bool:
+        """Whether the run and the truth both have all of these."""
+        return all(self.pair(tap) is not None for tap in taps)
+
+    def entered(self, tap: str) -> Array | None:
+        """(n, E): what the truth gives to `input_norm` or `post_norm`, where it is known."""
+        before = Layer(self.truth, self.truth, self.number - 1, self.slack)
+        x = self._of_truth("embedding") if self.number == 0 else before._tap(self.truth, "hidden")
+        attended = self._tap(self.truth, "o_proj")
+        if tap == "input_norm" or x is None:
+            return x
+        return None if attended is None else np.asarray(x + attended)
 
     def errors(self, tap: str) -> Floats | None:
         """(heads, n): each row's largest error, relative to the largest value of the truth."""

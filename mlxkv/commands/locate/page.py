@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from mlxkv.commands.locate.place import TAP, Located, TapRow
+from mlxkv.commands.locate.found import TAP, Located, TapRow
+from mlxkv.commands.locate.outside import MEDIAN
+from mlxkv.judge.limits import KV_WORST
 from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
 from oracle.formats.run_folder import Manifest
 
 HEAD = ("layer", "tap", "isolated", "propagated", "first wrong", "wrong heads")
+OPENED = ("layer", "tap", "error", "noise floors", "first wrong", "wrong heads")
 WORDS = {
     "isolated": "each layer fed the float64 truth's input: what is wrong here was made wrong in "
     "this layer",
     "propagated": "the same run with each layer fed what the layer before really gave",
     "tap": "a place inside a layer, in the order of computation; errors are relative to the "
     "truth's largest value there",
+    "noise floors": "of a tap that an engine hands out: its error over that of the port's tap in "
+    "the same dtype, near the same position",
     "keys, values": "what the cache holds at the end of the plan, beside k_rope and v, which went "
     "into it",
     "logits": "behind the layers: the final norm and the head",
@@ -27,10 +33,10 @@ def sentence(found: Located) -> str:
     if found.outcome == "cannot tell":
         return f"cannot tell: {found.reasons[0]}"
     if found.outcome == "nothing":
-        worst = max(found.rows, key=lambda r: r.isolated, default=None)
+        worst = max((row.isolated for row in found.rows if row.isolated is not None), default=None)
         if worst is None:
             return "nothing stands out"
-        within = number(worst.isolated)
+        within = number(worst)
         return f"nothing stands out: every tap within {within} of the truth (limit {TAP:g})"
     places = [
         f"position {found.position}" if found.position is not None else None,
@@ -47,7 +53,7 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
     position = "-"
     if found.position is not None:
         token = f" {quoted(found.token)}" if found.token is not None else ""
-        kind = f": {found.kind}" if found.kind and found.tap is None else ""
+        kind = f": {found.kind}" if found.kind and found.tap is None and found.layer is None else ""
         position = f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
     heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
     rows = [
@@ -67,7 +73,9 @@ def console(
     lines = [f"{manifest.title}  {manifest.dtype}  {engine}", ""]
     place = facts(found, manifest, layers=layers)
     lines += [*(f"{name:10}{text}" for name, text in place), ""] if place else []
-    lines += [*columns(HEAD, _cells(found.rows), left={1, 5}), ""] if found.rows else []
+    lines += (
+        [*columns(_head(found.rows), _cells(found.rows), left={1, 5}), ""] if found.rows else []
+    )
     lines += [f"cannot tell: {reason}" for reason in found.reasons[1:]]
     lines += [f"note: {note}" for note in found.notes]
     lines += [sentence(found)] + ([f"report: {report}"] if report is not None else [])
@@ -106,8 +114,11 @@ def _taps(found: Located) -> list[str]:
     what = "Of each tap the layer that is furthest off."
     if found.layer is not None and found.outcome == "located":
         what = "Of the first wrong layer."
-    table = markdown_table(HEAD, _cells(found.rows), left={1, 5})
-    return ["## Taps", "", f"{what} Limit of the isolated error: {power(TAP)}.", "", *table]
+    table = markdown_table(_head(found.rows), _cells(found.rows), left={1, 5})
+    limit = f"Limit of the isolated error: {power(TAP)}."
+    if found.rows[0].isolated is None:
+        limit = f"Limits in noise floors: {MEDIAN:g} for a tap's median, {KV_WORST:g} for one row."
+    return ["## Taps", "", f"{what} {limit}", "", *table]
 
 
 def _strip(found: Located, svg: str | None) -> list[str]:
@@ -123,8 +134,7 @@ def _cells(rows: Sequence[TapRow]) -> list[list[str]]:
         [
             "-" if r.tap == "logits" else str(r.layer),
             r.tap,
-            number(r.isolated),
-            number(r.propagated),
+            *map(number, _errors(r)),
             "-" if r.first is None else str(r.first),
             ", ".join(map(str, r.heads)) or "-",
         ]
@@ -132,11 +142,24 @@ def _cells(rows: Sequence[TapRow]) -> list[list[str]]:
     ]
 
 
+def _head(rows: Sequence[TapRow]) -> tuple[str, ...]:
+    return OPENED if rows[0].isolated is None else HEAD
+
+
+def _errors(row: TapRow) -> tuple[float, float]:
+    """The two numbers of a tap, as `_head` calls them."""
+    if row.isolated is not None:
+        return row.isolated, row.propagated
+    return row.propagated, math.nan if row.floors is None else row.floors
+
+
 def _layers(found: Located, count: int) -> str:
     wrong = len(found.layers)
     if found.layer is None:
         return "-"
-    if wrong <= 1:
+    if not wrong:
+        return f"{found.layer}, the first that shows"
+    if wrong == 1:
         return f"{found.layer} (this layer alone)"
     if wrong == count:
         return f"{found.layer} (every layer is wrong by itself)"

@@ -9,113 +9,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 
-from mlxkv.commands.locate import hints
-from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
-from mlxkv.judge import layout, measure
-from mlxkv.judge.admission import cache_reasons
-from mlxkv.judge.case import CACHE, ORDER, Case
-from mlxkv.judge.floors import cache_floors
-from mlxkv.judge.limits import KV_WORST
+from mlxkv.commands.locate import hints, outside, patterns
+from mlxkv.commands.locate import opened as opening
+from mlxkv.commands.locate.found import TAP, Located, TapRow
+from mlxkv.commands.locate.layers import EQUAL, HEADED, WALK, Layer, count
+from mlxkv.commands.locate.opened import Opened
+from mlxkv.judge import measure
+from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Strip, Verdict, plain
+from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict, plain
 from oracle.formats.trace import Trace
 
-FORMAT = "mlxkv-locate/1"
-TAP = hints.EQUAL
-"""Of the largest value of a tap: limit for a layer fed the truth's input in float64."""
-MEDIAN = 4.0
-"""Limit for the median over positions of a layer's keys or values, in floors. Medians, since the
-massive activations of one token swamp a maximum."""
-STEP = 3.0
-"""A layer is wrong by itself above so many times the layer before; what a wrong layer hands on
-grows more slowly."""
-UNEVEN = 3.0
-"""So many times noisier is a pattern over positions worth naming."""
-
-Found = Literal["nothing", "located", "cannot tell"]
-
-
-@dataclass(frozen=True, slots=True)
-class TapRow:
-    """One tap of one layer: its largest errors, relative to the truth's largest value there.
-
-    `isolated` is that of the layer fed the truth's input. In that run `first` is the first position
-    above the limit, and `heads` are the heads above it.
-    """
-
-    layer: int
-    tap: str
-    isolated: float
-    propagated: float
-    first: int | None = None
-    heads: tuple[int, ...] = ()
-
-    @property
-    def wrong(self) -> bool:
-        """Above the limit, or not a number."""
-        return not (self.isolated <= TAP)
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Where something first goes wrong.
-
-    `position` is the first wrong one of all plans, `plan` the one it was looked for in. `layers`
-    are all layers that are wrong by themselves, of which `layer` is the first; `heads` the wrong
-    heads, of which `head` is the first, None where every head is wrong. `cause` is the usual
-    mistake that explains the difference, where one was found.
-    """
-
-    outcome: Found
-    plan: str | None = None
-    position: int | None = None
-    token: str | None = None
-    kind: str | None = None
-    layer: int | None = None
-    layers: tuple[int, ...] = ()
-    tap: str | None = None
-    head: int | None = None
-    heads: tuple[int, ...] = ()
-    hint: str | None = None
-    cause: str | None = None
-    rows: tuple[TapRow, ...] = ()
-    strip: Strip | None = None
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """0 nothing stands out, 1 something is located, 2 could not tell."""
-        return {"nothing": 0, "located": 1, "cannot tell": 2}[self.outcome]
-
-    def to_json(self) -> dict[str, Any]:
-        """`mlxkv-locate/1`: plain values; numbers that are not finite are null."""
-        rows = [asdict(row) | {"wrong": row.wrong} for row in self.rows]
-        head = {"format": FORMAT, "exit_code": self.exit_code, "limit": TAP}
-        return dict(plain(head | asdict(self) | {"rows": rows}))
-
-    @property
-    def at(self) -> tuple[int, int] | None:
-        """Layer and position, where both are known."""
-        if self.layer is None or self.position is None:
-            return None
-        return self.layer, self.position
-
-    @property
-    def pointed(self) -> str:
-        """What the first wrong position alone says."""
-        return f"the first wrong position points to {self.kind or 'no kind of fault'}"
+AGAIN = (
+    "the same plan, followed a second time in the same process, gives other numbers, and nothing "
+    "else is wrong: something in it is not deterministic, or is kept from one run to the next"
+)
 
 
 def failing_plan(verdict: Verdict) -> str | None:
-    """The first of the judged plans that lane A found wrong: the one to record taps of."""
-    failed = {g.plan for g in verdict.gates if g.scope == "algebra" and g.failed}
-    return next((plan for plan in ORDER if plan in failed), None)
+    """Of the judged plans that lane A found wrong the one that is wrong first: to record taps of.
+
+    Of several the first in the order of the plans.
+    """
+    failed = [g for g in verdict.gates if g.scope == "algebra" and g.failed and g.plan in ORDER]
+
+    def start(gate: Gate) -> tuple[float, int]:
+        return math.inf if gate.first is None else gate.first, ORDER.index(gate.plan)
+
+    return min(failed, key=start).plan if failed else None
 
 
 def locate(
@@ -125,6 +50,7 @@ def locate(
     propagated: Trace | None = None,
     isolated: Trace | None = None,
     arithmetic: Mapping[str, Trace] | None = None,
+    opened: Opened | None = None,
     cause: str | None = None,
     notes: Sequence[str] = (),
 ) -> Located:
@@ -132,11 +58,18 @@ def locate(
 
     `propagated` and `isolated` are lane A's traces with taps, of the plan that failed (any plan, if
     none did). Taps that they or `case.truth` lack are not looked at. `arithmetic` are the runs in
-    the run's dtype by plan, for an engine without lane A and for what shows only there.
+    the run's dtype by plan, for an engine without lane A and for what shows only there. `opened` is
+    such an engine's run with the taps that it hands out.
     """
-    base = Located("cannot tell", cause=cause, notes=tuple(notes))
+    tapped = (propagated, isolated, opened and opened.run)
+    broken = tuple(dict.fromkeys(why for run in tapped if run for why in failed_steps(run)))
+    base = Located("cannot tell", cause=cause, notes=(*notes, *broken))
     if verdict.outcome == "cannot tell":
         return replace(base, reasons=verdict.reasons or ("no gate could run",))
+    if broken and verdict.outcome == "agree":
+        return replace(base, reasons=broken, notes=tuple(notes))
+    if broken:
+        propagated = isolated = opened = None
     rows: list[TapRow] = []
     if propagated is not None and isolated is not None:
         base = replace(base, strip=_hidden_strip(case.truth, propagated))
@@ -146,10 +79,38 @@ def locate(
     base = _at_position(base, case, verdict)
     if isolated is not None and any(row.wrong for row in rows):
         return _in_tap(base, case, rows, isolated)
-    if failing_plan(verdict) is None:
-        return _in_arithmetic(base, case, verdict, arithmetic or {})
+    runs = arithmetic or {}
+    inside = opened and opening.look(base, case.truth, opened)
+    if not inside:
+        return _without_taps(base, case, verdict, runs, rows)
+    calls = patterns.by_calls(case, verdict, runs)
+    hint = f"{calls}; {inside.hint}" if calls else inside.hint
+    return replace(inside, hint=hint, strip=outside.strip(case, verdict, runs))
+
+
+def _without_taps(
+    base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace], rows: Sequence[TapRow]
+) -> Located:
+    """What the runs in the run's dtype show; `rows` are lane A's taps, all of them right."""
+    wrong = [gate for gate in verdict.gates if gate.failed]
+    if {gate.name for gate in wrong} == {GateName.REPEAT}:
+        return replace(base, hint=AGAIN)
+    in_arithmetic = any(gate.scope != "algebra" for gate in wrong)
+    if failing_plan(verdict) is None or (not rows and in_arithmetic):
+        return outside.look(base, case, verdict, runs)
     right = "; each recorded tap of each layer is right when it is fed the truth's input"
     return replace(base, rows=_worst(rows), hint=base.pointed + (right if rows else ""))
+
+
+def failed_steps(run: Trace) -> list[str]:
+    """Of a run with taps each step that failed, for which its taps are not looked at."""
+    plan = run.meta.plan.name
+    return [
+        f"the run with taps failed in step {i} of plan {plan}, so nothing inside the layers was "
+        f"looked at: {outcome.error}"
+        for i, outcome in enumerate(run.meta.outcomes)
+        if outcome.error is not None
+    ][:1]
 
 
 def tap_rows(truth: Trace, propagated: Trace, isolated: Trace) -> list[TapRow]:
@@ -187,7 +148,7 @@ def _worst(rows: Sequence[TapRow]) -> tuple[TapRow, ...]:
     """Of each tap the layer that is furthest off."""
 
     def off(row: TapRow) -> float:
-        return math.inf if row.wrong else row.isolated
+        return math.inf if row.wrong else row.isolated or 0.0
 
     taps = dict.fromkeys(row.tap for row in rows)
     return tuple(max((row for row in rows if row.tap == tap), key=off) for tap in taps)
@@ -206,7 +167,7 @@ def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
 def kind(case: Case, first: FirstWrong) -> str:
     """What a fault that starts at this position usually is."""
     if first.position == 0:
-        return "a scale, an eps or weights"
+        return "a scale, an eps, weights, or a mask that shows later tokens"
     if first.position == 1:
         return "RoPE or the mask"
     if first.plan not in ("step", "chunked"):
@@ -238,9 +199,19 @@ def _in_tap(base: Located, case: Case, rows: Sequence[TapRow], isolated: Trace) 
         tap=first.tap,
         head=None if every or not first.heads else first.heads[0],
         heads=first.heads,
-        hint=hints.explain(alone, first.tap, first.first, first.heads),
+        hint=_hint(alone, first),
         rows=tuple(r for r in rows if r.layer in (first.layer, layers)),
     )
+
+
+def _hint(layer: Layer, first: TapRow) -> str:
+    assert first.first is not None
+    if first.tap != "logits":
+        return hints.explain(layer, first.tap, first.first, first.heads)
+    _, of_run, of_truth = measure.beside(layer.run, layer.truth)
+    mine, its = layer.run.logits[of_run], layer.truth.logits[of_truth]
+    found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()), dtype="float64")
+    return f"behind the layers: {found or hints.HEAD}"
 
 
 def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
@@ -254,98 +225,6 @@ def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
         with np.errstate(invalid="ignore", over="ignore"):
             strip.append(_finite(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
     return Strip("hidden state, error relative to the position's largest value", TAP, tuple(strip))
-
-
-def _in_arithmetic(
-    base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]
-) -> Located:
-    """Without a fault in lane A: the layer from step's cache, and patterns over positions."""
-    ratios = _cache_ratios(case, runs.get("step"))
-    patterns = (_by_calls(case, verdict, ratios), _by_position(verdict))
-    words = [pattern for pattern in patterns if pattern]
-    if ratios is None:
-        why = "no keys and values of plan step to read the layer from"
-        return replace(base, hint="; ".join([*words, f"{base.pointed} ({why})"]))
-    by_position = tuple(map(_finite, ratios.max((0, 2))))
-    strip = Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
-    found = layer_of(ratios)
-    if found is None:
-        behind = "behind the last layer's keys and values, or the head"
-        words += [f"the cache is within the noise in every layer: {behind}"]
-        return replace(base, strip=strip, hint="; ".join(words))
-    layer, tap, head, row = found
-    if row is not None:
-        words += [f"the cache: row {row} of its {tap} in layer {layer}, head {head}"]
-    else:
-        before = f" or behind the keys and values of layer {layer - 1}" if layer else ""
-        words += [f"in layer {layer}{before}"] + ([base.pointed] if base.kind else [])
-    place = replace(base, layer=layer, layers=(layer,), tap=tap, head=head, heads=(head,))
-    return replace(place, strip=strip, hint="; ".join(words))
-
-
-def _cache_ratios(case: Case, step: Trace | None) -> Floats | None:
-    """(keys and values, layers, K, n) in floors; None without keys and values to read."""
-    largest = measure.cache_largest(case.truth)
-    if step is None or step.kv(CACHE, 0) is None or largest is None:
-        return None
-    step = layout.as_truth(step, case.truth)
-    if cache_reasons(step, case.truth):
-        return None
-    return measure.cache_errors(step, case.truth)[0] / cache_floors(case, largest)
-
-
-def layer_of(ratios: Floats) -> tuple[int, str, int, int | None] | None:
-    """The first wrong layer, keys or values, head, and the row where single rows are wrong.
-
-    `ratios` are (keys and values, layers, K, n) in floors.
-    """
-    # A single row that is not a number must not take its layer's median with it.
-    finite = np.where(np.isnan(ratios), np.inf, ratios)
-    medians = np.median(finite, axis=-1)  # [keys and values, layers, K]
-    by_layer = medians.max((0, 2))
-    for layer, median in enumerate(by_layer):
-        if not (median <= MEDIAN) and not (layer and median <= STEP * by_layer[layer - 1]):
-            worst = int(np.argmax(medians[:, layer]))
-            kind, head = map(int, np.unravel_index(worst, medians[:, layer].shape))
-            return layer, ("keys", "values")[kind], head, None
-    wrong = np.argwhere(~(ratios.swapaxes(0, 1) <= KV_WORST))  # in order of layer
-    if not len(wrong):
-        return None
-    layer, kind, head, row = map(int, wrong[0])
-    return layer, ("keys", "values")[kind], head, row
-
-
-def _by_calls(case: Case, verdict: Verdict, ratios: Floats | None) -> str | None:
-    """Calls of several tokens much noisier than single ones.
-
-    In the logits of the same positions, or in the first layer's rows: those depend on their own
-    token alone, while later layers are read through the prompt's noisy rows, which hide most of it.
-    """
-    prompt = case.manifest.prompt_tokens
-    curves = {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves}
-    at, pairs = range(prompt, case.length), list[Any]()
-    if at and {"full", "step"} <= curves.keys():
-        pairs.append([[curves[plan][p] for p in at] for plan in ("full", "step")])
-    if at and prompt > 1 and ratios is not None:
-        pairs.append(np.split(ratios[:, 0], [prompt], axis=-1))
-    if not any(np.median(several) > UNEVEN * np.median(single) for several, single in pairs):
-        return None
-    return (
-        "calls of several tokens are noisier than single ones: matrix products in reduced "
-        "precision (TF32, MLX_ENABLE_TF32=0)"
-    )
-
-
-def _by_position(verdict: Verdict) -> str | None:
-    """Errors that grow all along the sequence."""
-    full = next((curve for curve in verdict.curves if curve.plan == "full"), None)
-    if full is None or len(full.positions) < 16:
-        return None
-    ratios = np.array(full.rms) / np.array(verdict.floor)[list(full.positions)]
-    quarters = [float(np.median(part)) for part in np.array_split(ratios, 4)]
-    if quarters != sorted(quarters) or not quarters[-1] > UNEVEN * quarters[0]:
-        return None
-    return "the error grows with the position: the precision of RoPE's angles or tables"
 
 
 def _finite(values: Floats) -> tuple[float | None, ...]:

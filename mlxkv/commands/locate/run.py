@@ -10,17 +10,18 @@ from pathlib import Path
 
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
-from mlxkv.commands.compare.follow import Runs
+from mlxkv.commands.compare.follow import Probe, Runs
 from mlxkv.commands.compare.suspects import Suspects
 from mlxkv.commands.locate import page, place
+from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import count
-from mlxkv.commands.locate.place import Located
-from mlxkv.engines import job, oracle, process
+from mlxkv.commands.locate.opened import Opened
+from mlxkv.engines import job, oracle, own, process
 from mlxkv.engines.progress import say
-from mlxkv.judge.admission import by_plan, case_reasons
+from mlxkv.judge.admission import case_reasons
+from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Verdict
-from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
 from mlxkv.report.phrases import cause
 from mlxkv.report.publish import Report
@@ -29,7 +30,7 @@ from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import TAPS, Trace
-from oracle.model.checkpoint import Checkpoint, resolve
+from oracle.model.checkpoint import resolve
 
 SCORES_MOST = 512
 """Tokens up to which scores are recorded: they grow with the square of the length, and beyond that
@@ -42,13 +43,33 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
     with comparing.run([request]) as (runs,):
         suspects = Suspects(runs)
         found, case = _port(runs, suspects) if runs.algebra else (None, runs.case)
+        if found is None and request.engine not in ("port", "mlx-lm"):
+            found, case = _own(runs, suspects, own.find(request.engine))
         if found is None:
-            found = _from_outside(case, runs.arithmetic, suspects)
+            found = _from_outside(case, _main(runs), suspects)
+        if found.outcome == "nothing" and runs.probe is not None:
+            found, case = _in_probe(found, case, runs.probe)
         located = [(runs.arithmetic[0].meta.engine, found)]
         if third:
-            beside = _from_outside(runs.case, third, suspects)
+            beside = _from_outside(runs.case, assign(runs.case, third), suspects)
             located.append((third[0].meta.engine, beside))
         return _rendered(case, located, out, command)
+
+
+def _main(runs: Runs) -> Assigned:
+    """The runs over the tokens themselves, without the probe's."""
+    return replace(runs.assigned, probe=None)
+
+
+def _in_probe(found: Located, case: Case, probe: Probe) -> tuple[Located, Case]:
+    """What the probe shows where the tokens themselves show nothing, by its cache alone."""
+    ours = assign(probe.case, probe.arithmetic, algebra=probe.algebra)
+    verdict = ours.judge()
+    if verdict.outcome == "agree":
+        return found, case
+    note = f"the tokens themselves show nothing: this is in the probe's {probe.case.length} tokens"
+    notes = (*found.notes, note)
+    return place.locate(probe.case, verdict, arithmetic=ours.candidates, notes=notes), probe.case
 
 
 def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
@@ -57,10 +78,11 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
     Gives the case too, as its truth may have more taps now. An engine without lane A is not the
     port, whose taps would say nothing of it.
     """
-    case, arithmetic = runs.case, by_plan(runs.case.manifest, runs.arithmetic)
+    case, ours = runs.case, _main(runs)
+    arithmetic = ours.candidates
     if case_reasons(case) or not count(case.truth):
         return None, case
-    verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
+    verdict = ours.judge()
     plan = place.failing_plan(verdict)
     why, notes = _explained(suspects, verdict, arithmetic)
     look = partial(place.locate, arithmetic=arithmetic, cause=why)
@@ -71,14 +93,37 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
         case, missing = with_taps(case)
         notes += missing
     with process.scratch() as room:
-        alone, along = _tapped(case, runs.checkpoint, plan or "step", room)
+        alone, along = _tapped(runs, case, plan or "step", room)
         return look(case, verdict, isolated=alone, propagated=along, notes=notes), case
 
 
-def _from_outside(case: Case, traces: Sequence[Trace], suspects: Suspects) -> Located:
+def _own(runs: Runs, suspects: Suspects, source: own.Source) -> tuple[Located | None, Case]:
+    """Looks at what a person's own model hands out; None where nothing asks for it."""
+    case, ours = runs.case, _main(runs)
+    named, verdict = ours.candidates, ours.judge()
+    first = verdict.first_wrong
+    if first is None or first.plan not in named or case_reasons(case) or not count(case.truth):
+        return None, case
+    why, notes = _explained(suspects, verdict, named)
+    custom = f"{source.file}:{source.function}"
+    with process.scratch() as room:
+        asked = _asked(runs, first.plan, room / "own", dtype=case.manifest.dtype)
+        (run,) = _followed(replace(asked, custom=custom), process.OWN)
+        opened = None
+        if any(name.startswith("tap/") for name in run.arrays):
+            case, missing = with_taps(case)
+            asked = _asked(runs, first.plan, room / "port", dtype=case.manifest.dtype)
+            (port,) = _followed(asked, process.PORT)
+            opened, notes = Opened(run, port), notes + missing
+        else:
+            notes += (f"{source.name} has no taps(): nothing inside its layers was looked at",)
+        look = partial(place.locate, arithmetic=named, cause=why, notes=notes)
+        return look(case, verdict, opened=opened), case
+
+
+def _from_outside(case: Case, ours: Assigned, suspects: Suspects) -> Located:
     """What the logits and the cache show of an engine that nobody can look into."""
-    named = by_plan(case.manifest, traces)
-    verdict = judge(case, named)
+    named, verdict = ours.candidates, ours.judge()
     why, notes = _explained(suspects, verdict, named)
     return place.locate(case, verdict, arithmetic=named, cause=why, notes=notes)
 
@@ -150,7 +195,7 @@ def _chunks(case: Case) -> tuple[int, ...] | None:
     return tuple(sizes[: len(sizes) - (case.length - case.manifest.prompt_tokens)])
 
 
-def _tapped(case: Case, checkpoint: Checkpoint, plan: str, room: Path) -> tuple[Trace, Trace]:
+def _tapped(runs: Runs, case: Case, plan: str, room: Path) -> tuple[Trace, Trace]:
     """The port in float64 on one plan: with each layer fed the truth's input, and as it is."""
     assert case.truth.path is not None
     taps = tuple(tap for tap in TAPS if f"tap/000/{tap}" in case.truth.arrays)
@@ -158,21 +203,35 @@ def _tapped(case: Case, checkpoint: Checkpoint, plan: str, room: Path) -> tuple[
     taps += tuple(tap for tap in ("v", "k_rope") if tap not in taps)
     size = 2 * sum(array.nbytes for array in case.truth.arrays.values()) / 1e6
     say(f"port: taps of plan {plan} in float64, about {size:.0f} MB on disk while it is judged")
-    followed = read_plans(case.truth.path.parent, case.manifest)[plan]
-    asked = job.Job(
-        folder=str(checkpoint.folder),
-        plans=(followed,),
-        out=room,
-        dtype="float64",
-        weights_dtype=case.manifest.dtype,
-        device="cpu",
-        taps=taps,
-        truth=str(case.truth.path),
-        ignore_keys=checkpoint.without,
+    asked = _asked(runs, plan, room, dtype="float64")
+    along, alone = _followed(
+        replace(asked, device="cpu", taps=taps, truth=str(case.truth.path)), process.PORT
     )
-    with asked.begin(process.PORT) as running:
+    return alone, along
+
+
+def _asked(runs: Runs, plan: str, out: Path, *, dtype: str) -> job.Job:
+    """One plan with every tap, on the model that was run."""
+    out.mkdir(exist_ok=True)
+    return job.Job(
+        folder=str(runs.checkpoint.folder),
+        plans=(read_plans(runs.folder, runs.case.manifest)[plan],),
+        out=out,
+        dtype=dtype,
+        weights_dtype=runs.case.manifest.dtype,
+        device=runs.arithmetic[0].meta.device,
+        taps=TAPS,
+        ignore_keys=runs.checkpoint.without,
+    )
+
+
+def _followed(asked: job.Job, module: str) -> list[Trace]:
+    """The trace of a job's one plan, and where a truth was fed the isolated one."""
+    with asked.begin(module) as running:
         asked.end(running)
-    return trace.read(asked.isolated(followed)), trace.read(asked.trace(followed))
+    paths = [asked.trace(asked.plans[0])]
+    paths += [asked.isolated(asked.plans[0])] if asked.truth is not None else []
+    return [trace.read(path) for path in paths]
 
 
 def _rendered(

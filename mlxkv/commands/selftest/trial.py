@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxkv.commands.locate.place import Located
+from mlxkv.commands.locate.found import Located
 from mlxkv.judge.result import GateName, Verdict
 
 if TYPE_CHECKING:
