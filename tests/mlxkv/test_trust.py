@@ -159,7 +159,7 @@ NUMBERS: dict[str, tuple[Callable[[Forged], None], str]] = {
         "eager-step beside them",
     ),
     "less, at one position": (
-        lambda f: f.widen(EAGER[:1], ["rms"], at(20, 15)),
+        lambda f: f.widen(EAGER[:1], ["rms"], at(20, 25)),
         "eager-step beside them",
     ),
     "cached of eager": (lambda f: f.widen(["eager"], ["cached"]), "eager-step beside them"),
