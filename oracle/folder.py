@@ -197,7 +197,7 @@ def _check(folder: Path, found: contents.Contents) -> None:
 def _check_noise(folder: Path, found: contents.Contents) -> None:
     """Refuses stored errors that are not those of the runs that are here."""
     manifest, measure, runs = found.manifest, found.measure, found.references
-    kind, cached = found.pool.kinds[-1], "chunked" if manifest.probe else "step"
+    kind, cached = found.pool.kinds[-1], manifest.cached
     again = {f"{kind}-{plan}": errors.of_member(run, measure) for plan, run in runs.items()}
     again[f"{kind}-{cached}"]["cached"] = errors.apart(runs[cached], runs["full"])
     largest = max(np.abs(measure.logits[rows]).max() for rows in errors.blocks(measure.logits))

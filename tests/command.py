@@ -10,6 +10,7 @@ true processes.
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,13 @@ def refused(done: Done, *words: str, notes: str | None = None) -> None:
     assert all(notes is not None and notes in note for note in before), done.stderr
     for word in words:
         assert word in line, line
+
+
+def kept(cache: Path) -> tuple[list[Path], list[Path]]:
+    """The oracle's folders in a cache folder: those over a prompt, and the probes."""
+    found = sorted((cache / "oracle").iterdir())
+    probes = [p for p in found if json.loads((p / "manifest.json").read_text())["probe"]]
+    return [path for path in found if path not in probes], probes
 
 
 def _words(arguments: Sequence[object]) -> list[str]:

@@ -21,12 +21,11 @@ from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.trace import Trace
 
-_LIMITS = (limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST)
-"""Of the median over positions, the 95th percentile, the worst row."""
 _OF_KIND: dict[Kind, tuple[GateName, GateName, GateName]] = {
     "keys": (GateName.KEYS_MEDIAN, GateName.KEYS_MOST, GateName.KEYS_WORST),
     "values": (GateName.VALUES_MEDIAN, GateName.VALUES_MOST, GateName.VALUES_WORST),
 }
+_LIMITS = limits.KV_MEDIAN, limits.KV_MOST, limits.KV_WORST
 
 
 def cache_gates(

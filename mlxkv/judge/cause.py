@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from mlxkv.judge import limits, measure
@@ -72,14 +71,16 @@ class Suspects:
     n: int
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Entry:
     name: str
     words: str
     plan: str
     rough: bool
 
 
-class _List(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _List:
     inputs: str
     fingerprint: str
     theta: float
@@ -123,16 +124,16 @@ def blind(
     """
     floors = logit_floors(case, measure.truth_rows(case.truth))
     ran = {gate.name for gate in gates if gate.ran}
-    unseen = []
+    tried: dict[str, bool] = {}  # one mistake may be several suspects, one for each plan
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
         shown = any(_seen(suspect, candidates[plan], suspects.n, floors) for plan in plans)
         if case.cached in plans and not shown:
             of_cache = _of_cache(case, suspect)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
-        if plans and not shown:
-            unseen.append(suspect.words)
-    return tuple(dict.fromkeys(unseen))
+        if plans:
+            tried[suspect.words] = tried.get(suspect.words, False) or shown
+    return tuple(words for words, shown in tried.items() if not shown)
 
 
 def read_suspects(folder: Path, fingerprint: str) -> Suspects:
@@ -150,12 +151,10 @@ def read_suspects(folder: Path, fingerprint: str) -> Suspects:
     each = ("rms", "shift", "peak", "cache", "logits")
     if any(len(arrays.get(name, ())) != len(found.suspects) for name in each):
         raise Refusal(f"{ARRAYS} holds another number of suspects than are listed", **how)
-    listed = [
-        Suspect(
-            one.name, one.words, one.plan, one.rough, **{name: arrays[name][i] for name in each}
-        )
-        for i, one in enumerate(found.suspects)
-    ]
+    listed = []
+    for i, one in enumerate(found.suspects):
+        its = {name: arrays[name][i] for name in each}
+        listed.append(Suspect(one.name, one.words, one.plan, one.rough, **its))
     angles = Angles(found.theta, arrays["frequencies"], arrays["powers"])
     return Suspects(tuple(listed), arrays["columns"], angles, arrays["rms"].shape[1])
 

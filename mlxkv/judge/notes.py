@@ -10,7 +10,7 @@ from mlxkv.judge.controls import blind_to
 from mlxkv.judge.gates import Yardstick, sigma_of
 from mlxkv.judge.result import Outcome
 from mlxkv.judge.sequence import Judged
-from oracle.formats.plan import PREFIXES_MOST, prefixes_feed
+from oracle.formats.plan import left_out
 from oracle.formats.run_folder import ordinary
 from oracle.formats.trace import Trace
 
@@ -53,15 +53,10 @@ def _no_truth(case: Case) -> str | None:
 
 def _of_sequence(case: Case, probed: bool) -> list[str]:
     """What the tokens and their plans leave unseen."""
-    found, plans = [], case.manifest.plans
-    fed = prefixes_feed(case.length, case.manifest.prompt_tokens)
-    if fed > PREFIXES_MOST and "prefixes" not in plans:
-        found.append(
-            f"prefixes was not run: it would feed {fed:,} tokens, the limit is {PREFIXES_MOST:,}; "
-            "full and step are judged"
-        )
-    if "chunked" not in plans:
-        found.append("chunked does not apply: a prompt of one token cannot be split")
+    about = case.manifest
+    why = left_out(case.length, prompt=about.prompt_tokens, original=about.original)
+    # Of mixed `unseen` says it.
+    found = [f"{plan} was not run: {why[plan]}" for plan in ORDER[:-1] if plan in why]
     if case.length > 1 and len(set(case.manifest.tokens)) == 1:
         what = "all tokens are equal: a wrong mask or row cannot show"
         found.append(

@@ -123,8 +123,8 @@ def _of_probe(probe: Judged) -> Iterable[str]:
         if plan not in compared:
             yield f"plan {probe.shown(plan)}: no usable trace of it"
         elif probe.exact and plan not in probe.exact:
-            instead = ", ".join(probe.exact)
-            yield f"plan {probe.shown(plan)} in float64: there {instead} stands for it"
+            other = " and ".join(probe.exact)
+            yield f"plan {probe.shown(plan)} in float64: {other} has the same tokens there"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

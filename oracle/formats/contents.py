@@ -108,8 +108,11 @@ def reasons(
         return [f"manifest.json: dtype is {manifest.dtype!r}, {expected}"]
     odd = [*_of_plans(manifest, measure, references), *_of_files(manifest), *_of_texts(manifest)]
     odd += _of_trace(manifest, measure, "full", of=measure)
-    for name, run in references.items():
-        odd += _of_trace(manifest, run, name, of=measure)
+    for name in manifest.plans:
+        if name in references:
+            odd += _of_trace(manifest, references[name], name, of=measure)
+        elif name not in WITHOUT_REFERENCE:
+            odd.append(f"oracle folder: no {reference(name)}, expected one for each plan")
     # Of a pool of other members no floor has the right shape.
     return odd + (list(_of_pool(manifest, pool)) or list(_of_floors(measure, pool, floors)))
 

@@ -94,6 +94,11 @@ def without_offset(queries: Any, keys: Any, start: int, L: int) -> mx.array:
     return keys <= queries - (start if L > 1 else 0)
 
 
+def in_chunked_alone(queries: Any, keys: Any, start: int, L: int) -> mx.array:
+    """Without its offset in one call, which the plan chunked alone has."""
+    return keys <= queries - (start if (start, L) == (3, 2) else 0)
+
+
 def window(queries: Any, keys: Any, start: int, L: int) -> mx.array:
     return (keys <= queries) & (keys > queries - 16)
 
@@ -173,7 +178,7 @@ def channel(at: int) -> Methods:
 
 
 def turned(angles: Callable[[Any, Any], Any], *, swap: bool = False) -> Plant:
-    """`angles(positions, speeds)` (L, D/2); with `swap` the two numbers of a pair change places."""
+    """`angles(positions, speeds)` (L, D/2); with `swap` a key has the numbers of a pair swapped."""
 
     def plant(at: int) -> Methods:
         def rope(self: Any, x: mx.array, layer: int, offset: int) -> mx.array:
@@ -183,7 +188,8 @@ def turned(angles: Callable[[Any, Any], Any], *, swap: bool = False) -> Plant:
             cos, sin = (mx.array(f(turns).astype(np.float32)) for f in (np.cos, np.sin))
             a, b = x[..., : D // 2], x[..., D // 2 :]
             pair = [a * cos - b * sin, b * cos + a * sin]
-            return mx.concatenate(pair[::-1] if swap else pair, axis=-1)
+            swapped = swap and x.shape[1] == self.config["num_key_value_heads"]
+            return mx.concatenate(pair[::-1] if swapped else pair, axis=-1)
 
         return {"rope": rope}
 

@@ -39,6 +39,13 @@ LAYOUTS: dict[str, Any] = {
     # As Llama 3.2 has it: at few tokens scaling changes little.
     "mild": models.config("llama3", rope_scaling=models.LLAMA3 | {"factor": 1.5}),
     "blended": models.config("llama3", head_dim=16),
+    "llama32": models.config(
+        "llama3",
+        head_dim=64,
+        rope_theta=500000.0,
+        max_position_embeddings=131072,
+        rope_scaling=models.LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192},
+    ),
     "many": models.config("gqa", vocab_size=3000),
     "longrope": models.config("gqa", rope_scaling=LONGROPE),
 }
@@ -97,7 +104,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Known]:
             folder = room / f"{layout}-{dtype}-{n}"
             ids = ",".join(map(str, models.ids(n, seed=5)))
             # longrope's plans must begin on one side of its original length, 32.
-            prompt, chunks = ("8", "3,5") if n <= 32 else ("36", "33,3")
+            prompt, chunks = ("36", "33,3") if n == 40 else ("8", "3,5")
             options = ["--tokens", ids, "--prompt-tokens", prompt, "--steps", "0"]
             options += ["--dtype", dtype, "--chunks", chunks, "--out", str(folder)]
             command = torch_python("-m", "oracle", "run", str(model), *options)
@@ -386,9 +393,10 @@ def test_keys_of_another_layer_zero_are_not_explained_by_angles(
 
 
 def rounded(known: Known) -> Engine:
-    """An engine in bfloat16 throughout."""
-    weights = {name: to_bfloat16(a) for name, a in known.weights.items()}
-    return Engine(known.config, weights, round=to_bfloat16)
+    """An engine in the run's half precision throughout."""
+    to = {"bfloat16": to_bfloat16, "float16": to_half}[known.case.manifest.dtype]
+    weights = {name: to(array) for name, array in known.weights.items()}
+    return Engine(known.config, weights, round=to)
 
 
 def in_dtype(runs: dict[str, Trace], dtype: str) -> dict[str, Trace]:
@@ -443,3 +451,30 @@ def test_whatever_is_not_listed_is_seen(known: Callable[..., Known], layout: str
         found = judge(one.case, in_dtype(one.run(engine), "bfloat16"))
         assert found.outcome == "differ", words
     assert "a cache in 8-bit precision" in unseen
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("bfloat16", 12), ("bfloat16", 100), ("float16", 12)])
+def test_llama_32s_scaling_is_seen_or_said_to_be_unseen(
+    known: Callable[..., Known], dtype: str, n: int
+) -> None:
+    one = known("llama32", dtype, n)
+    engine = rounded(one)
+    engine.rope = plain(500000.0, 64)
+    runs = without_cache(in_dtype(one.run(engine), dtype))
+    verdict = judge(one.case, runs)
+    assert verdict.outcome == "agree"
+    assert "lost RoPE scaling" in one.unseen(runs)
+
+
+def test_a_mistake_that_one_plan_shows_is_seen(known: Callable[..., Known]) -> None:
+    one = known("gqa")
+    runs = one.run(one.engine())
+    verdict = judge(one.case, runs)
+    suspects = one.of(verdict)
+    words = "no causal mask"
+    (full,) = (s for s in suspects.listed if s.words == words and s.plan == "full")
+    zeros = {name: 0 * getattr(full, name) for name in ("rms", "shift", "peak", "cache")}
+    nothing = replace(full, plan="chunked", **zeros)
+    for listed, unseen in (((full, nothing), ()), ((nothing,), (words,))):
+        found = cause.blind(one.case, runs, verdict.gates, replace(suspects, listed=listed))
+        assert found == unseen

@@ -22,9 +22,10 @@ import candle
 import models
 import numpy as np
 import pytest
-from command import Done, mlxkv, oracle, refused, torch_python
+from command import Done, kept, mlxkv, oracle, refused, torch_python
 
 from mlxkv.engines import machine
+from mlxkv.judge.case import ORDER
 from oracle.formats import disk, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call
@@ -68,13 +69,12 @@ def test_a_right_port_agrees_in_every_scope_and_writes_its_report(compared: Path
     verdict = json.loads((compared / "compare.json").read_text())
     assert verdict["outcome"] == "agree"
     assert verdict["scopes"] == ["algebra", "logits", "cache"]
-    assert sorted(verdict["plans"]) == ["chunked", "full", "prefixes", "step"]
-    assert {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"} == {
-        "chunked",
-        "full",
-        "prefixes",
-        "step",
-    }
+    assert verdict["plans"] == [*ORDER, "probe full", "probe chunked"]
+    exact = {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"}
+    assert exact == {*ORDER, "probe chunked"}
+    lanes = [line for line in verdict["not_exercised"] if "float64" in line]
+    assert lanes == ["plan probe full in float64: chunked has the same tokens there"]
+    assert [g["plan"] for g in verdict["gates"] if g["name"] == "repeat"] == ["chunked"]
     assert all(g["ran"] and not g["failed"] for g in verdict["gates"])
     last = (compared / "stdout.txt").read_text().splitlines()[-1]
     assert last == f"agree (algebra, logits, cache)    report: {compared / 'compare.md'}"
@@ -114,14 +114,24 @@ def test_a_second_run_reuses_the_oracle_never_the_port_and_nothing_damaged(
     assert second["port"]["forward"] > 0
     assert second["port float64"]["forward"] > 0
     assert list((tmp_path / "cache" / "runs").iterdir()) == []
-    (kept,) = (tmp_path / "cache" / "oracle").iterdir()
-    with (kept / "truth.safetensors").open("r+b") as file:
+    (folder,), (probe,) = kept(tmp_path / "cache")
+    made = (probe / "manifest.json").stat().st_mtime_ns
+    with (folder / "truth.safetensors").open("r+b") as file:
         file.seek(-8, os.SEEK_END)
         file.write(b"damaged!")
     assert took()["oracle"] is not None
-    manifest = json.loads((kept / "manifest.json").read_text()) | {"inputs": "0" * 64}
-    (kept / "manifest.json").write_text(json.dumps(manifest))
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"inputs": "0" * 64}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     assert took()["oracle"] is not None
+    # Neither run made the probe again; gone or damaged, it is.
+    assert (probe / "manifest.json").stat().st_mtime_ns == made
+    shutil.rmtree(probe)
+    assert took()["oracle"] is None
+    with (probe / "floors.safetensors").open("r+b") as file:
+        file.write(b"damaged!")
+    assert took()["oracle"] is None
+    assert took()["oracle"] is None
+    assert kept(tmp_path / "cache") == ([folder], [probe])
 
 
 def test_weights_that_differ_from_the_oracles_are_refused(answer: Path, tmp_path: Path) -> None:
@@ -232,9 +242,9 @@ def test_a_third_engine_stands_beside_the_port_and_the_oracle(
     tiny: Path, answer: Path, tmp_path: Path
 ) -> None:
     third = tmp_path / "third.safetensors"
-    kept = trace.read(answer / "reference-step.safetensors")
-    arrays = {name: kept.arrays[name] for name in ("logits", "positions", "steps")}
-    meta = trace.Meta(kept.meta.plan, "third", "1", "float32", fingerprint=kept.meta.fingerprint)
+    one = trace.read(answer / "reference-step.safetensors")
+    arrays = {name: one.arrays[name] for name in ("logits", "positions", "steps")}
+    meta = trace.Meta(one.meta.plan, "third", "1", "float32", fingerprint=one.meta.fingerprint)
     trace.write(third, meta, arrays)
     done = mlxkv(
         "compare", tiny, "--oracle", answer, "--candidate", third, "--out", tmp_path / "out"
@@ -315,17 +325,15 @@ def test_a_wrong_candidate_differs_though_the_port_agrees(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nagree (algebra, logits, cache)" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("candle: differ (logits): ")
-    assert "; gates: sigma" in done.stdout.splitlines()[-1]
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("candle: differ (logits): first wrong position 4 (plan step, sigma); ")
+    third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
+    assert "the probe: no trace of its plans that could be compared" in third["not_exercised"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--tokens", "3,7,11", "--steps", "1"],
-        ["--tokens", "3", "--steps", "1"],
-        ["--tokens", "3,7", "--chunks", "2"],
-    ],
+    [["--tokens", "3,7,11", "--steps", "1"], ["--tokens", "3,7", "--chunks", "2"]],
 )
 def test_plans_that_coincide_are_run_once_and_judged(
     tiny: Path, tmp_path: Path, arguments: list[str]
@@ -333,6 +341,85 @@ def test_plans_that_coincide_are_run_once_and_judged(
     done = mlxkv("compare", tiny, *arguments, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nagree (algebra, logits" in done.stdout
+
+
+@pytest.mark.parametrize("engine", ["port", "mlx-lm"])
+def test_one_token_tells_nothing_of_rope_and_masks(tiny: Path, tmp_path: Path, engine: str) -> None:
+    given = ["--tokens", "3", "--steps", "1", "--engine", engine]
+    done = mlxkv("compare", tiny, *given, "--out", tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "with one token nothing comes before it, so neither RoPE nor a mask" in done.stdout
+
+
+def test_quick_leaves_the_probe_out_and_says_so(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    env, given = {"MLXKV_CACHE": str(cache)}, [*TOKENS, "--quick", "--json", "--out"]
+    made = json.loads(mlxkv("compare", tiny, *given, tmp_path / "a", env=env).stdout)
+    there = json.loads(
+        mlxkv("compare", tiny, "--oracle", answer, *given[2 + 2 :], tmp_path / "b").stdout
+    )
+    assert kept(cache)[1] == []
+    for verdict in (made, there):
+        assert (verdict["outcome"], verdict["plans"]) == ("agree", list(ORDER))
+        (line,) = [line for line in verdict["not_exercised"] if line.startswith("the probe: ")]
+        assert line.startswith("the probe: left out")
+
+
+def test_a_folder_without_a_probe_leaves_it_unexercised(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(answer, copy)
+    shutil.rmtree(copy / "probe")
+    done = mlxkv("compare", tiny, "--oracle", copy, "--json", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert any(line.startswith("the probe: ") for line in verdict["not_exercised"])
+
+
+def test_a_probe_of_other_weights_is_refused(tiny: Path, answer: Path, tmp_path: Path) -> None:
+    other = models.save(
+        tmp_path / "other", models.config("gqa"), models.weights(models.config("gqa"), seed=1)
+    )
+    copy = tmp_path / "copy"
+    shutil.copytree(answer, copy)
+    shutil.rmtree(copy / "probe")
+    line = torch_python("-m", "oracle", "probe", str(other), "--out", str(copy / "probe"))
+    subprocess.run(line, check=True, capture_output=True)
+    done = mlxkv("compare", tiny, "--oracle", copy, "--out", tmp_path / "out")
+    refused(done, "probe/manifest.json", "fingerprint is")
+
+
+def test_a_second_prompt_does_not_make_the_probe_again(tiny: Path, tmp_path: Path) -> None:
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    for ids in ("3,7,11,2", "3,7,11,4"):
+        done = mlxkv("compare", tiny, "--tokens", ids, "--out", tmp_path / "out", env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = [line for line in done.stderr.splitlines() if "probe" in line]
+        assert len(said) == (ids[-1] == "2")
+    answers, probes = kept(tmp_path / "cache")
+    assert (len(answers), len(probes)) == (2, 1)
+    listed = mlxkv("store", "list", env=env).stdout
+    assert listed.count("gqa, float32, 64 tokens (the probe)") == 1
+
+
+def test_a_third_engine_is_judged_over_the_probe_if_it_followed_it(
+    tiny: Path, answer: Path, tmp_path: Path
+) -> None:
+    paths = []
+    for name in ("reference-step", "probe/reference-full", "probe/reference-chunked"):
+        one = trace.read(answer / f"{name}.safetensors")
+        meta = trace.Meta(one.meta.plan, "third", "1", "float32", fingerprint=one.meta.fingerprint)
+        paths.append(tmp_path / f"{name.replace('/', '-')}.safetensors")
+        trace.write(paths[-1], meta, dict(one.arrays))
+    given = [f"--candidate={path}" for path in paths]
+    out = tmp_path / "out"
+    done = mlxkv("compare", tiny, "--oracle", answer, *given, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    third = json.loads((out / "compare.json").read_text())["third"]
+    assert third["plans"] == ["step", "probe full", "probe chunked"]
+    judged = mlxkv("judge", answer, *paths, "--json", "--out", tmp_path / "judged")
+    assert json.loads(judged.stdout)["plans"] == third["plans"]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -756,8 +843,8 @@ def test_an_unknown_key_is_refused_until_it_is_ignored_and_then_that_is_shown(
     )
 
     # A folder made so says so by itself, and both engines must be asked the same.
-    (kept,) = (tmp_path / "cache" / "oracle").iterdir()
-    given = mlxkv("compare", odd, "--oracle", kept, "--out", tmp_path / "out", env=env)
+    (folder,), _ = kept(tmp_path / "cache")
+    given = mlxkv("compare", odd, "--oracle", folder, "--out", tmp_path / "out", env=env)
     assert given.returncode == 0, given.stderr
     refused(
         mlxkv(*command, "--ignore-key", "auto_mapp", env=env), "no key 'auto_mapp'", "--ignore-key"

@@ -17,6 +17,7 @@ import pytest
 from command import Done, mlxkv
 
 from mlxkv.engines import own as custom
+from mlxkv.judge.case import ORDER
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 
@@ -63,7 +64,7 @@ def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(
     verdict = json.loads((out / "compare.json").read_text())
     assert (verdict["subject"]["engine"], verdict["plans"]) == (
         "own_llama.py:load",
-        ["full", "step", "prefixes", "chunked", "mixed"],
+        [*ORDER, "probe full", "probe chunked"],
     )
     assert [g["name"] for g in verdict["gates"] if not g["ran"]] == ["algebra (float64)"]
     assert sorted(verdict["environment"]) == ["oracle", "own_llama.py:load"]
@@ -178,7 +179,9 @@ def test_a_cache_that_does_not_show_its_rows_leaves_their_gates_out(
     assert {g["reason"] for g in verdict["gates"] if g["name"].startswith(("keys", "values"))} == {
         "not run: no keys in trace"
     }
-    assert [g["ran"] for g in verdict["gates"] if g["name"] == "cached against uncached"] == [True]
+    ran = {g["plan"]: g["ran"] for g in verdict["gates"] if g["name"] == "cached against uncached"}
+    assert ran == {"step": True, "probe chunked": True}
+    assert "the probe's cache: no keys in trace" in verdict["not_exercised"]
 
 
 def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_path: Path) -> None:
@@ -203,6 +206,7 @@ def test_a_stale_cache_differs_though_its_keys_are_not_shown(answer: Path, tmp_p
         "step",
         "chunked",
         "mixed",
+        "probe chunked",
     ]
 
 
@@ -212,9 +216,41 @@ def test_nan_differs(answer: Path, tmp_path: Path) -> None:
     )
     done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "\nmine.py:load: differ (logits, cache): the logits of position " in done.stdout
-    assert " are NaN in " in done.stdout
+    what = "the logits of position 0 and of 23 more are NaN in every plan"
+    assert f"\nmine.py:load: differ (logits, cache): {what}" in done.stdout
     assert "; gates: finite, sigma" in done.stdout
+
+
+FLICKERS = """
+        if CHANCE.random() < 0.2:
+            logits[0, -1, 0] = logits[0, -1, 0] * (1 + 2e-7)
+        return logits
+"""
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_row_that_is_other_in_one_call_of_five_is_found(
+    answer: Path, tmp_path: Path, steady: bool
+) -> None:
+    # A last bit of one logit, which no noise floor shows.
+    says = "" if steady else "    OwnLlama.deterministic = False\n"
+    mine = written(
+        tmp_path,
+        (HEAD, HEAD.replace("return", "logits =") + FLICKERS.rstrip()),
+        ("    return OwnLlama(", f"{says}    return OwnLlama("),
+        ("import json\n", "import json\nfrom random import Random\nCHANCE = Random(1)\n"),
+    )
+    done = compare("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    verdict = json.loads((tmp_path / "out" / "compare.json").read_text())
+    (gate,) = [gate for gate in verdict["gates"] if gate["name"] == "repeat"]
+    assert gate["failed"] == steady
+    assert done.returncode == (1 if steady else 0), done.stdout + done.stderr
+    said = verdict["environment"]["mine.py:load"].get("deterministic", True)
+    assert said == steady
+    if steady:
+        assert "; gates: repeat\n" in done.stdout
+        assert gate["value"] >= 1  # how many positions
+    assert "repeats of 55 of 76 calls: " in " ".join(verdict["not_exercised"])
 
 
 # In this process.

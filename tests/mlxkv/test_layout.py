@@ -27,6 +27,7 @@ from synthetic import (
     make_algebra,
     make_candidates,
     make_case,
+    make_probe,
     noisy,
 )
 
@@ -322,6 +323,21 @@ def test_without_sound_logits_nothing_is_excused(unsound: str, layout: str) -> N
     transposed = layout == "keys transposed" and unsound == "nothing uncached"
     assert verdict.outcome == ("cannot tell" if transposed else "differ")
     assert said(verdict) == []
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_probe_is_judged_in_its_layout_too_and_named_once(right: bool) -> None:
+    case, probe = CASES["gqa", "float32"], make_probe()
+    runs = dict(probe.candidates)
+    for layer in range(LAYERS):
+        name = f"kv/a/{layer:03d}/keys"
+        change = metas if right else stale(metas, position=260)
+        runs["chunked"] = changed(runs["chunked"], name, change)
+    probed = replace(probe, candidates=runs, algebra={})
+    verdict = judge(case, stored(case, keys=metas), probe=probed)
+    assert (verdict.outcome, len(said(verdict))) == ("agree" if right else "differ", 1)
+    wrong = {(g.plan, g.position) for g in verdict.gates if g.failed and "worst" in g.name}
+    assert wrong == (set() if right else {("probe chunked", 260)})
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -141,6 +141,14 @@ def test_calls_of_several_tokens_are_compared_at_the_positions_of_single_ones(
     assert "noisier" not in hint
 
 
+def test_a_plan_that_gives_other_numbers_a_second_time_is_said_to_do_so() -> None:
+    again = replace(RUNS["step"], meta=replace(RUNS["step"].meta, repeat=1))
+    verdict = judge(CASE, RUNS, repeats={"step": changed(again, "logits", lambda a: a + 1e-6)})
+    assert {gate.name for gate in verdict.gates if gate.failed} == {"repeat"}
+    found = locate.locate(CASE, verdict, arithmetic=RUNS)
+    assert (found.outcome, found.layer, found.hint) == ("located", None, locate.AGAIN)
+
+
 def test_an_error_that_grows_with_the_position_is_named() -> None:
     rng = np.random.default_rng(3)
 

@@ -5,6 +5,7 @@ In float32, as such an engine is judged. Every word of a hint must be implied by
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,10 @@ C1 = {
     ),
     "a chunk's mask without its offset": (
         faults.masked(faults.without_offset),
+        *("mixed", 2, "made in layer 0, after its keys and values: its attention (mask, "),
+    ),
+    "a mask that is wrong in the plan chunked alone": (
+        faults.masked(faults.in_chunked_alone),
         *("chunked", 3, "made in layer 0, after its keys and values: its attention (mask, "),
     ),
 }
@@ -255,7 +260,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     ),
     "a chunk's mask": (
         faults.masked(faults.without_offset),
-        *(0, "scores", "the mask: the offset of the call that starts at position 3 is missing"),
+        *(0, "scores", "the mask: the offset of the call that starts at position 2 is missing"),
     ),
     "a window of 16": (
         faults.masked(faults.window),
@@ -291,7 +296,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     ),
     "a swapped pair": (
         faults.turned(lambda p, w: p[:, None] * w, swap=True),
-        *(0, "q_rope", "RoPE: its pairing"),
+        *(0, "k_rope", "RoPE: its pairing"),
     ),
     "decoding one position late": (
         faults.turned(faults.late),
@@ -334,7 +339,7 @@ def test_no_tap_of_a_right_engine_stands_out(
     folder_of: FolderOf, tapped: Path, model_of: Callable[..., Llama]
 ) -> None:
     case, model = read_case(tapped), own_open.load(str(folder_of("gqa")), "float32")
-    for plan in ("full", "step", "chunked"):
+    for plan in ("full", "step", "chunked", "mixed"):
         found = opened(model, model_of("gqa"), case, tapped, plan)
         rest = first_tap(Located("located"), case.truth, found)
         assert rest is not None
@@ -465,6 +470,23 @@ def test_the_command_looks_into_a_file_that_hands_out_taps(answer: Path, tmp_pat
     assert any(line.split()[:4] == ["layer", "tap", "error", "noise"] for line in lines)
     (hint,) = [line for line in lines if line.startswith("hint ")]
     assert hint.removeprefix("hint").strip().startswith("the activation: silu, or its product with")
+
+
+def test_what_shows_in_the_probe_alone_is_looked_for_there(answer: Path, tmp_path: Path) -> None:
+    """A window of 32: the 24 tokens are right."""
+    seen = "mx.arange(start + L)[None, :] <= mx.arange(start, start + L)[:, None]"
+    far = "mx.arange(start + L)[None, :] > mx.arange(start, start + L)[:, None] - 32"
+    mine = written(tmp_path / "own", (seen, f"({seen}) & ({far})"))
+    env = {"MLXKV_CACHE": str(tmp_path / "cache")}
+    options = ("--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "out")
+    done = mlxkv("locate", *options, "--json", env=env)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["notes"][-1] == (
+        "the tokens themselves show nothing: this is in the probe's 64 tokens"
+    )
+    assert (found["position"], found["layer"]) == (32, 0)
+    assert "after its keys and values: its attention (mask, " in found["hint"]
 
 
 def test_a_file_without_taps_is_looked_at_from_outside_and_that_is_said(

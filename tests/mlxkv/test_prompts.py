@@ -17,11 +17,11 @@ from mlxkv.cli import cli
 from mlxkv.commands.compare import overview as pages
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Prompt
-from mlxkv.judge import notes
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.report.phrases import Side
+from oracle.formats import plan
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import PREFIXES_MOST, judged_plans, prefixes_feed
 
@@ -354,15 +354,16 @@ def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:
 def test_the_verdict_says_why_the_growing_prefixes_were_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notes, "PREFIXES_MOST", 289)
+    monkeypatch.setattr(plan, "PREFIXES_MOST", 289)
     left = {name: digest for name, digest in CASE.manifest.plans.items() if name != "prefixes"}
-    case = replace(CASE, manifest=replace(CASE.manifest, plans=left))
+    files = {name: of for name, of in CASE.manifest.files.items() if "prefixes" not in name}
+    case = replace(CASE, manifest=replace(CASE.manifest, plans=left, files=files))
     runs = {name: t for name, t in make_candidates(CASE).items() if name != "prefixes"}
     found = judge(case, runs)
     assert (found.outcome, found.plans) == ("agree", ("full", "step", "chunked", "mixed"))
     assert (
-        f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, the limit is 289; "
-        f"full and step are judged" in found.notes
+        f"prefixes was not run: it would feed {sum(range(PROMPT, 25))} tokens, at most 289 are fed"
+        in found.notes
     )
     assert not any("prefixes was not run" in note for note in GOOD.notes)
 

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
+from mlxkv.commands.compare import ask
 from mlxkv.engines import port
 from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import read_case
@@ -413,6 +415,21 @@ def test_proofs_that_do_not_hold_or_do_not_fit_tell_nothing(
 ) -> None:
     forged.says(proofs=change(forged.manifest))
     doubts(forged.close(), model_of())
+
+
+def test_a_text_that_is_not_the_tokenizers_is_refused(
+    forged: Forged, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask.tokenizers, "load", lambda folder: SimpleNamespace(token_text=str))
+    texts = [str(token) for token in forged.manifest.tokens]
+    forged.says(texts=texts)
+    asked = ask.Request(model=str(folder_of("gqa")), oracle=forged.close())
+    assert ask.ask([asked]).each[0].case.manifest.texts == texts
+    once = next(i for i, text in enumerate(texts) if texts.count(text) == 1)
+    forged.says(texts=[*texts[:once], "x", *texts[once + 1 :]])
+    forged.close()
+    with pytest.raises(Refusal, match=rf"texts\[{once}\] is 'x', expected '{texts[once]}' as the"):
+        ask.ask([asked])
 
 
 def test_the_honest_folder_passes_both(forged: Forged, model_of: Callable[..., Llama]) -> None:

@@ -419,7 +419,7 @@ def test_a_prompt_of_one_token_has_no_chunks_and_says_so() -> None:
     case = make_case(prompt=1)
     verdict = judge(case, make_candidates(case), algebra=make_algebra(case))
     assert (verdict.outcome, verdict.plans) == ("agree", ("full", "step", "prefixes", "mixed"))
-    assert verdict.notes == ("chunked does not apply: a prompt of one token cannot be split",)
+    assert verdict.notes == ("chunked was not run: a prompt of one token cannot be split",)
 
 
 def test_where_nothing_is_decoded_the_cache_is_not_compared_with_itself() -> None:

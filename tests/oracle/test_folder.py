@@ -65,7 +65,8 @@ PROBE_FILES = [
     "truth.safetensors",
 ]
 ALL = [*FILES, "manifest.json", *(f"probe/{name}" for name in PROBE_FILES)]
-MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked"]
+MEMBERS = ["eager-full", "eager-step", "sdpa-full", "sdpa-step", "sdpa-chunked", "sequential-full"]
+POOL = [f"pool-{name}.safetensors" for name in MEMBERS if not name.startswith("sdpa")]
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +146,16 @@ def test_the_floors_are_the_formulas(kept):
     pool, floors = run_folder.read_floors(kept / "floors.safetensors")
     assert (pool.members, pool.kinds) == (MEMBERS, ["eager", "sdpa"])
     files = [
-        f"pool-{name}" if name.startswith("eager") else f"reference-{name[5:]}" for name in MEMBERS
+        f"reference-{name[5:]}" if name.startswith("sdpa") else f"pool-{name}" for name in MEMBERS
     ]
     members = {
         name: trace.read(kept / f"{file}.safetensors")
         for name, file in zip(MEMBERS, files, strict=True)
     }
-    assert pool.distinct == len({m.logits.tobytes() for m in members.values()}) >= 3
+    ordinary = [members[name].logits.tobytes() for name in MEMBERS[:5]]
+    assert pool.distinct == len(set(ordinary)) >= 3
+    assert members[MEMBERS[5]].logits.tobytes() not in ordinary
+    assert pool.widest == 48
     true = trace.read(kept / "truth.safetensors")
     for m, name in enumerate(MEMBERS):
         error = members[name].logits.astype(np.float64) - true.logits
@@ -182,9 +186,12 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
     from oracle.pool import errors as floors
 
     assert floors.blocks(np.zeros((10, models.VOCAB))) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    members = {name: trace.read(kept / f"reference-{name[5:]}.safetensors") for name in MEMBERS[2:]}
-    members |= {name: trace.read(kept / f"pool-{name}.safetensors") for name in MEMBERS[:2]}
-    floors.write(tmp_path / "f.safetensors", trace.read(kept / "truth.safetensors"), members)
+    pooled = ["eager-full", "eager-step", "sequential-full"]
+    members = {name: trace.read(kept / f"pool-{name}.safetensors") for name in pooled}
+    for name in ("full", "step", "chunked"):
+        members[f"sdpa-{name}"] = trace.read(kept / f"reference-{name}.safetensors")
+    true = trace.read(kept / "truth.safetensors")
+    floors.write(tmp_path / "f.safetensors", true, members, widest=48)
     whole, pieces = (
         run_folder.read_floors(kept / "floors.safetensors"),
         run_folder.read_floors(tmp_path / "f.safetensors"),
@@ -195,9 +202,8 @@ def test_the_floors_are_the_same_in_blocks(kept, tmp_path, monkeypatch):
 
 
 def test_the_pool_is_kept_when_asked(kept):
-    assert names(kept) == sorted(
-        [*ALL, "pool-eager-full.safetensors", "pool-eager-step.safetensors"]
-    )
+    probes = "probe/pool-sequential-full.safetensors"
+    assert names(kept) == sorted([*ALL, *POOL, probes])
     folder.check(kept)
 
 
@@ -213,7 +219,10 @@ def test_a_one_token_prompt_has_no_chunked_run(model, tmp_path):
     manifest = oracle.run(model, out=tmp_path / "out", tokens=[5], steps=4, threads=1)
     assert sorted(manifest.plans) == ["full", "prefixes", "step"]
     assert "reference-chunked.safetensors" not in manifest.files
-    assert run_folder.read_floors(tmp_path / "out" / "floors.safetensors")[0].members == MEMBERS[:4]
+    assert run_folder.read_floors(tmp_path / "out" / "floors.safetensors")[0].members == [
+        *MEMBERS[:4],
+        MEMBERS[5],
+    ]
     folder.check(tmp_path / "out")
 
 

@@ -221,7 +221,7 @@ def test_a_probe_of_fewer_plans_or_rows_fails_the_check(copy):
     files = found.files | {"plans/full.json": disk.sha256(path / "plans" / "full.json")}
     plans = found.plans | {"full": other.digest}
     run_folder.write_manifest(path, dataclasses.replace(found, files=files, plans=plans))
-    assert "plan digest is" in refusal(folder.check, copy)
+    assert f"manifest.json: plan full is {other.digest[:12]}" in refusal(folder.check, copy)
 
 
 def test_the_place_of_the_probe_is_refused_before_any_work(model, tmp_path):

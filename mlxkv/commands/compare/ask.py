@@ -137,11 +137,22 @@ def _given(request: Request, folder: Path) -> Answers:
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
         remedy = "run the oracle on these weights, or name the model that the folder was made with"
         raise Refusal(what, where=folder, remedy=remedy)
+    _require_texts(checkpoint, manifest, folder / "manifest.json")
     inside = None if request.quick else run_folder.probe_of(folder, manifest)
     probe = None
     if inside is not None:
         probe = _answer(checkpoint, inside, run_folder.read_manifest(inside), None)
     return Answers((_answer(checkpoint, folder, manifest, None),), probe)
+
+
+def _require_texts(checkpoint: Checkpoint, manifest: run_folder.Manifest, where: Path) -> None:
+    """Refuses texts that the checkpoint's own tokenizer does not give."""
+    tokenizer = tokenizers.load(checkpoint.folder) if manifest.texts else None
+    texts = zip(manifest.tokens, manifest.texts, strict=True) if tokenizer is not None else ()
+    for i, (token, text) in enumerate(texts):
+        if tokenizer is not None and text != (wanted := tokenizer.token_text(token)):
+            what = f"texts[{i}] is {text!r}, expected {wanted!r} as the model's tokenizer has it"
+            raise Refusal(what, where=where, remedy="copy or make the folder again")
 
 
 def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) -> None:

@@ -9,13 +9,21 @@ these numbers, the words say what they share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from mlxkv.commands.locate import masks, turns
+from mlxkv.commands.locate import attention, turns
 from mlxkv.commands.locate.layers import HEADED, WALK, Layer
-from mlxkv.commands.locate.rows import ALIKE, alike, factors, narrower, row_of_cache, some
+from mlxkv.commands.locate.rows import (
+    ALIKE,
+    alike,
+    factors,
+    flat,
+    narrower,
+    row_of_cache,
+    scale,
+    some,
+)
 from mlxkv.judge.measure import Array, Floats
 
 # A projection, its input, and its name in the checkpoint.
@@ -86,24 +94,6 @@ def behind(mine: Array, its: Array, *, near: float, dtype: str) -> str | None:
     if left <= max(ALIKE * np.abs(error).max(), near) < np.abs(error).max():
         return "all logits of a position are off by one number: a bias of the head"
     return None
-
-
-def scale(mine: Array, its: Array, *, near: float) -> str | None:
-    """By which factors all wrong rows of (n, width) differ, if by nothing else."""
-    by_row = factors(mine, its, axis=1, near=near)
-    if by_row is None:
-        return None
-    off, noise = np.abs(by_row - 1), near / max(float(np.abs(its).max()), near)
-    wrong = np.flatnonzero(off > max(ALIKE * off.max(), noise))
-    if len(wrong) == len(by_row) > 1 and np.ptp(by_row) <= max(0.01 * off.max(), noise):
-        return f"every row is {_times(by_row.mean())} times the truth's"
-    if len(wrong) == 1:
-        return f"row {wrong[0]} is {_times(by_row[wrong[0]])} times the truth's"
-    return "each row is the truth's times a factor of its own"
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.6g}" if abs(factor - 1) > 1e-4 else f"{factor:.9g}"
 
 
 def _unrecorded(layer: Layer, tap: str, missing: Sequence[str]) -> str:
@@ -221,69 +211,8 @@ def _row(layer: Layer, tap: str, row: int, head: int) -> str:
 
 def _of_attention(layer: Layer, tap: str, heads: Sequence[int]) -> str:
     if tap == "scores":
-        return _scores(layer, heads)
-    return _attention(layer, heads) if tap == "attention" else _PLAIN[tap]
-
-
-def _scores(layer: Layer, heads: Sequence[int]) -> str:
-    mine, its = layer.both("scores")
-    near, seen = layer.near("scores"), its != 0
-    found = masks.words(mine, its, layer.run.meta.plan, near=near)
-    if found is not None:
-        return f"the mask: {found}"
-    ratio = factors(mine[seen][None], its[seen][None], axis=1, near=near)
-    if ratio is not None:
-        times = f"every score is {ratio[0]:.6g} times the truth's"
-        return f"the attention's scale: {times} (1 / sqrt(head_dim) is right)"
-    read = _read(layer, heads, "scores")
-    if read:
-        return f"GQA's head order: {read}"
-    missing = masks.lost(mine, its, near=near)
-    if missing is not None:
-        return f"the cache: {missing}"
-    ranks = np.argsort(its[seen])
-    if (np.diff(mine[seen][ranks]) >= -2 * near).all():
-        return "scores of right queries and keys: each keeps its rank: a cap or another function"
-    other = "they read other keys than those (of another head, row or layer), or add a bias"
-    return f"scores of right queries and keys: {other}"
-
-
-def _attention(layer: Layer, heads: Sequence[int]) -> str:
-    among = "GQA's head order among the values"
-    if not layer.recorded("scores"):
-        return f"attention of right queries, keys and values: mask, scale, softmax, or {among}"
-    mine, its = (array[list(heads)] for array in layer.both("attention"))
-    found = scale(flat(mine), flat(its), near=layer.near("attention"))
-    if found is not None:
-        return f"attention with right scores: {found} in head{s(heads)} {listed(heads)}"
-    read = _read(layer, heads, "attention")
-    other = f"softmax, {among}, or other values than those (of another row or layer)"
-    return f"{among}: {read}" if read else f"attention with right scores: {other}"
-
-
-def _read(layer: Layer, heads: Sequence[int], tap: Literal["scores", "attention"]) -> str | None:
-    """Which key/value head each wrong query head reads, if each reads another one than it should.
-
-    By the last position's row. For scores the keys may be another head's, for attention the values.
-    """
-    pairs = [pair for name in (tap, "q_rope", "k_rope", "v") if (pair := layer.pair(name))]
-    if len(pairs) < 4:
-        return None
-    (mine, _), (_, queries), (_, keys), (_, values) = pairs
-    found, near = [], layer.near(tap)
-    for head in heads:
-        right = head * len(keys) // len(queries)
-        query = queries[head, -1] / np.sqrt(keys.shape[2])
-        for j in range(len(keys)):
-            row = keys[j] @ query if tap == "scores" else _softmax(keys[right] @ query) @ values[j]
-            if j != right and alike(mine[head, -1], row, near):
-                found.append(f"query head {head} reads head {j}, expected {right}")
-    return "; ".join(found) if len(found) == len(heads) > 0 else None
-
-
-def _softmax(scores: Floats) -> Floats:
-    weights = np.exp(scores - scores.max())
-    return np.asarray(weights / weights.sum())
+        return attention.scores(layer, heads)
+    return attention.mixed(layer, heads) if tap == "attention" else _PLAIN[tap]
 
 
 def order_of_heads(layer: Layer, tap: str, heads: Sequence[int]) -> str:
@@ -298,16 +227,3 @@ def order_of_heads(layer: Layer, tap: str, heads: Sequence[int]) -> str:
             return ""
         found.append(f"head {head} is the truth's head {others[0]}")
     return ", ".join(found)
-
-
-def s(of: Sequence[int]) -> str:
-    return "s" if len(of) > 1 else ""
-
-
-def listed(heads: Sequence[int]) -> str:
-    return ", ".join(map(str, heads))
-
-
-def flat(array: Array) -> Floats:
-    """(heads, n, width) -> (n, heads * width), as the projections count."""
-    return np.asarray(array.swapaxes(0, 1).reshape(array.shape[1], -1), np.float64)

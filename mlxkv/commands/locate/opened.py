@@ -17,8 +17,9 @@ import numpy as np
 
 from mlxkv.commands.locate import hints
 from mlxkv.commands.locate.found import Located, TapRow
+from mlxkv.commands.locate.held import NEAR
 from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
-from mlxkv.commands.locate.outside import MEDIAN, NEAR
+from mlxkv.commands.locate.outside import MEDIAN
 from mlxkv.judge import floors, measure
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Array, Floats

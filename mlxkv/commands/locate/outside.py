@@ -8,22 +8,21 @@ rows says more. Axes: K key/value heads, n positions, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from mlxkv.commands.locate import hints, turns
+from mlxkv.commands.locate import held as caches
+from mlxkv.commands.locate import hints, patterns, turns
 from mlxkv.commands.locate.found import Located
+from mlxkv.commands.locate.held import KINDS, NEAR, Held
 from mlxkv.commands.locate.layers import Layer
-from mlxkv.commands.locate.rows import narrower
-from mlxkv.judge import layout, measure
-from mlxkv.judge.admission import cache_reasons
-from mlxkv.judge.case import CACHE, ORDER, Case
-from mlxkv.judge.floors import cache_floors
+from mlxkv.commands.locate.rows import flat, listed, narrower, plural, scale
+from mlxkv.judge import measure
+from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Bools, Floats
 from mlxkv.judge.result import Strip, Verdict, plain
-from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
 MEDIAN = 4.0
@@ -32,58 +31,33 @@ massive activations of one token swamp a maximum."""
 STEP = 3.0
 """A layer is wrong by itself above so many times the layer before; what a wrong layer hands on
 grows more slowly."""
-UNEVEN = 3.0
-"""So many times noisier is a pattern over positions worth naming."""
 SURE = 2.0
 """In floors: a head reads more where its layer was given something wrong. A correct one's median
 reads 1."""
-NEAR = 8.0
-"""In floors: no number of a correct row is further from the truth. Correct rows read an rms of up
-to 2, and the largest of 64 numbers is some 3.5 times that."""
-KINDS = ("keys", "values")
 _GROWS = "the error grows with the position"
-REDUCED = "in layer 0"
 ATTENTION = (
     "its attention (mask, scores, or which rows it reads), as a wrong weight would show at every "
     "position"
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The cache of one plan; `floors` and `ratios` are (keys and values, layers, K, n)."""
-
-    plan: str
-    run: Trace
-    floors: Floats
-    ratios: Floats
-
-    def layer(self, truth: Trace, number: int, kind: str) -> Layer:
-        """A layer to look at, whose slack is that of the keys or of the values."""
-        pair = truth.kv(CACHE, number)
-        assert pair is not None
-        largest = max(float(np.abs(pair[KINDS.index(kind)]).max()), np.finfo(np.float64).tiny)
-        floor = float(self.floors[KINDS.index(kind), number].max())
-        return Layer(self.run, truth, number, NEAR * floor / largest)
-
-
 def look(base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
     """The place that the cache of a plan that failed shows, and patterns over positions."""
     held, why = _held(case, verdict, runs)
-    calls = by_calls(case, verdict, runs)
+    calls = patterns.by_calls(case, verdict, runs)
     words = [calls] if calls else []
     if held is None:
-        words += [_GROWS] if _growing(verdict) else []
+        words += [_GROWS] if patterns.growing(verdict) else []
         return replace(base, hint="; ".join([*words, f"{base.pointed} ({why})"]))
     base = replace(base, strip=_strip(held), plan=base.plan or held.plan)
     if held.plan != base.plan:
         words += [f"by the cache of plan {held.plan}, as plan {base.plan} shows none"]
     found = first_wrong(held.ratios)
     if found is None:
-        words += [_GROWS] if _growing(verdict) else []
+        words += [_GROWS] if patterns.growing(verdict) else []
         place = _behind(base, case, verdict, held)
         return replace(place, hint="; ".join([*words, place.hint or ""]))
-    if calls and found[0] == 0 and REDUCED in calls:
+    if calls and found[0] == 0 and patterns.REDUCED in calls:
         return replace(base, layer=0, hint=calls)
     place = _place(base, case, held, *found)
     return replace(place, hint="; ".join([*words, place.hint or ""]))
@@ -109,23 +83,11 @@ def _held(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> tuple[Held
     first = verdict.first_wrong.plan if verdict.first_wrong else None
     wanted = [plan for plan in dict.fromkeys((first, *ORDER)) if plan in failed]
     for plan in wanted:
-        ratios = _floors_of(case, runs.get(plan))
-        if plan is not None and ratios is not None:
-            return Held(plan, runs[plan], *ratios), ""
+        held = None if plan is None else caches.read(case, plan, runs.get(plan))
+        if held is not None:
+            return held, ""
     named = " or ".join(str(plan) for plan in wanted) or str(first)
     return None, f"no keys and values of plan {named} to read the layer from"
-
-
-def _floors_of(case: Case, run: Trace | None) -> tuple[Floats, Floats] | None:
-    """Floors and errors in floors; None without keys and values to read."""
-    largest = measure.cache_largest(case.truth)
-    if run is None or run.kv(CACHE, 0) is None or largest is None:
-        return None
-    run = layout.as_truth(run, case.truth)
-    if cache_reasons(run, case.truth):
-        return None
-    floors = cache_floors(case, largest)
-    return floors, measure.cache_errors(run, case.truth)[0] / floors
 
 
 def first_wrong(ratios: Floats) -> tuple[int, Bools] | None:
@@ -158,12 +120,12 @@ def _place(base: Located, case: Case, held: Held, number: int, wrong: Bools) -> 
     known = _known(layers, wrong)
     if known is not None:
         return replace(at, hint=known)
-    rows = _which(np.asarray(wrong.any((0, 1))), held.run.meta.plan)
+    rows = patterns.which(np.asarray(wrong.any((0, 1))), held.run.meta.plan)
     if len(kinds) == 2 and _given(held.ratios[:, number], wrong):
         return _before(at, layers, rows, alone=_alone(held.ratios[:, number].max((0, 1))))
     if len(kinds) == 2:
         what = "its k_proj and v_proj, or the cache"
-        which = f"keys and values of head{hints.s(heads)} {hints.listed(heads)} alone"
+        which = f"keys and values of head{plural(heads)} {listed(heads)} alone"
         return replace(at, hint=f"in layer {number}: {which}, {rows}: {what}")
     other = KINDS[kinds == ["keys"]]
     what = _keys(layers["keys"]) if kinds == ["keys"] else "v_proj, or the cache"
@@ -181,7 +143,7 @@ def _known(layers: Mapping[str, Layer], wrong: Bools) -> str | None:
             return f"in layer {layer.number}: the order of the heads of its {kind} ({order})"
         dtype = narrower(mine[of], its[of], layer.run.meta.dtype)
         if dtype is not None:
-            rows = _which(of.any(0), layer.run.meta.plan)
+            rows = patterns.which(of.any(0), layer.run.meta.plan)
             return f"the cache: the {kind} of layer {layer.number}, {rows}, are rounded to {dtype}"
         row, head = (int(i) for i in np.argwhere(of.T)[0])
         words = hints.row_words(layer, kind, row, head)
@@ -210,8 +172,8 @@ def _alone(by_row: Floats) -> bool:
 def _before(at: Located, layers: Mapping[str, Layer], rows: str, *, alone: bool) -> Located:
     """Keys and values of every head are wrong: what made them was. `alone`: at some rows only."""
     layer = layers["values"]
-    mine, its = map(hints.flat, layer.both("values"))
-    scaled = hints.scale(mine, its, near=layer.near("values"))
+    mine, its = map(flat, layer.both("values"))
+    scaled = scale(mine, its, near=layer.near("values"))
     none, number = replace(at, tap=None, head=None, heads=()), layer.number
     if scaled is not None:
         what = f"in layer {number}: what its keys and values are made of is scaled ({scaled})"
@@ -251,86 +213,14 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
         return replace(base, hint=f"{within}: behind the layers: {found}")
     last = held.ratios.shape[1] - 1
     curve = next((curve for curve in verdict.curves if curve.plan == held.plan), None)
-    by_row = np.array(curve.rms) / np.array(verdict.floor)[list(curve.positions)] if curve else None
-    if by_row is not None and len(by_row) == case.length and _alone(by_row):
-        rows = _which(_above(by_row), held.run.meta.plan)
+    by_row = patterns.in_floors(verdict, curve) if curve else np.zeros(0)
+    if len(by_row) == case.length and _alone(by_row):
+        rows = patterns.which(_above(by_row), held.run.meta.plan)
         made = f"made in layer {last}, the last, after its keys and values"
         hint = f"{within}: {made}: {ATTENTION} (logits are wrong {rows})"
         return replace(base, layer=last, hint=hint)
     also = f"in layer {last}, the last, its attention, o_proj or MLP"
     return replace(base, hint=f"{within}: behind those of the last: {also}; or {hints.HEAD}")
-
-
-def by_calls(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> str | None:
-    """Calls of several tokens much noisier than single ones, of the same tokens at one position.
-
-    In the logits, or in the first layer's rows, which depend on their own token alone.
-    """
-    curves = {c.plan: dict(zip(c.positions, c.rms, strict=True)) for c in verdict.curves}
-    at = range(case.manifest.prompt_tokens, case.length)
-    found = {plan: _floors_of(case, runs.get(plan)) for plan in ("full", "step")}
-    rows = [of[1][:, 0][..., list(at)] for of in found.values() if of is not None]
-    if len(rows) == 2 and at and _uneven(*rows):
-        of = found["full"]
-        assert of is not None
-        return _reduced(case, of[0][:, 0] * of[1][:, 0], list(at))
-    logits = [[curves[p][i] for i in at] for p in ("full", "step") if p in curves]
-    if len(logits) < 2 or not at or not _uneven(*map(np.array, logits)):
-        return None
-    noisy = "calls of several tokens are noisier than single ones"
-    if len(rows) == 2:
-        return f"{noisy}, though not in the first keys and values: what only such calls do later"
-    return f"{noisy}: the mask, or matrix products in reduced precision (TF32, MLX_ENABLE_TF32=0)"
-
-
-def _uneven(several: Floats, single: Floats) -> bool:
-    return bool(np.median(several) > UNEVEN * np.median(single))
-
-
-def _reduced(case: Case, errors: Floats, at: list[int]) -> str:
-    """Of the first layer's rows, in which only matrix products depend on a call's other tokens."""
-    pair = case.truth.kv(CACHE, 0)
-    assert pair is not None
-    sizes = np.stack([np.sqrt(np.mean(np.square(a, dtype=np.float64), axis=-1)) for a in pair])
-    part = float(np.median(errors[..., at] / np.maximum(sizes[..., at], np.finfo(float).tiny)))
-    noisy = f"calls of several tokens are noisier than single ones: {REDUCED} by {part:.1g}"
-    tf32 = TF32[0] <= part <= TF32[1]
-    cause = ", as matrix products with 10 bits make it (TF32, MLX_ENABLE_TF32=0)" if tf32 else ""
-    return f"{noisy} of keys and values{cause}"
-
-
-TF32 = (2.0**-14, 2.0**-10)
-"""Of a row's size: what products of numbers rounded to 10 bits are off by, as measured 2e-4."""
-
-
-def _growing(verdict: Verdict) -> bool:
-    """Whether errors grow all along the sequence."""
-    full = next((curve for curve in verdict.curves if curve.plan == "full"), None)
-    if full is None or len(full.positions) < 16:
-        return False
-    ratios = np.array(full.rms) / np.array(verdict.floor)[list(full.positions)]
-    quarters = [float(np.median(part)) for part in np.array_split(ratios, 4)]
-    return quarters == sorted(quarters) and quarters[-1] > UNEVEN * quarters[0]
-
-
-def _which(rows: Bools, plan: Plan) -> str:
-    """Which of n rows, and of which calls, where that tells them from the others."""
-    wrong, n = np.flatnonzero(rows), len(rows)
-    if len(wrong) == n:
-        return "at every position"
-    named = f"from position {wrong[0]} on"
-    if len(wrong) < n - wrong[0]:
-        shown, many = ", ".join(map(str, wrong.tolist())), f"{len(wrong)} of {n} positions"
-        named = f"at {many}, of which {wrong[0]} is the first"
-        named = f"at position{hints.s(wrong.tolist())} {shown}" if len(wrong) <= 4 else named
-    single = np.zeros(n, bool)
-    for call in plan.calls():
-        single[call.start : call.start + call.fed] = call.fed == 1
-    if single.any() and np.array_equal(rows, single):
-        return f"{named}, those of single tokens"
-    if single.any() and np.array_equal(rows, ~single):
-        return f"{named}, those of calls of several tokens"
-    return named
 
 
 def _finite(values: Floats) -> tuple[float | None, ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlxkv.commands.locate import hints, outside
+from mlxkv.commands.locate import hints, outside, patterns
 from mlxkv.commands.locate import opened as opening
 from mlxkv.commands.locate.found import TAP, Located, TapRow
 from mlxkv.commands.locate.layers import EQUAL, HEADED, WALK, Layer, count
@@ -21,14 +21,26 @@ from mlxkv.commands.locate.opened import Opened
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Strip, Verdict, plain
+from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict, plain
 from oracle.formats.trace import Trace
+
+AGAIN = (
+    "the same plan, followed a second time in the same process, gives other numbers, and nothing "
+    "else is wrong: something in it is not deterministic, or is kept from one run to the next"
+)
 
 
 def failing_plan(verdict: Verdict) -> str | None:
-    """The first of the judged plans that lane A found wrong: the one to record taps of."""
-    failed = {g.plan for g in verdict.gates if g.scope == "algebra" and g.failed}
-    return next((plan for plan in ORDER if plan in failed), None)
+    """Of the judged plans that lane A found wrong the one that is wrong first: to record taps of.
+
+    Of several the first in the order of the plans.
+    """
+    failed = [g for g in verdict.gates if g.scope == "algebra" and g.failed and g.plan in ORDER]
+
+    def start(gate: Gate) -> tuple[float, int]:
+        return math.inf if gate.first is None else gate.first, ORDER.index(gate.plan)
+
+    return min(failed, key=start).plan if failed else None
 
 
 def locate(
@@ -50,13 +62,13 @@ def locate(
     such an engine's run with the taps that it hands out.
     """
     tapped = (propagated, isolated, opened and opened.run)
-    failed = [why for run in tapped if run for why in failed_steps(run)]
-    base = Located("cannot tell", cause=cause, notes=(*notes, *dict.fromkeys(failed)))
+    broken = tuple(dict.fromkeys(why for run in tapped if run for why in failed_steps(run)))
+    base = Located("cannot tell", cause=cause, notes=(*notes, *broken))
     if verdict.outcome == "cannot tell":
         return replace(base, reasons=verdict.reasons or ("no gate could run",))
-    if failed and verdict.outcome == "agree":
-        return replace(base, reasons=tuple(dict.fromkeys(failed)), notes=tuple(notes))
-    if failed:
+    if broken and verdict.outcome == "agree":
+        return replace(base, reasons=broken, notes=tuple(notes))
+    if broken:
         propagated = isolated = opened = None
     rows: list[TapRow] = []
     if propagated is not None and isolated is not None:
@@ -67,14 +79,25 @@ def locate(
     base = _at_position(base, case, verdict)
     if isolated is not None and any(row.wrong for row in rows):
         return _in_tap(base, case, rows, isolated)
+    runs = arithmetic or {}
     inside = opened and opening.look(base, case.truth, opened)
-    if inside:
-        runs = arithmetic or {}
-        calls, strip = outside.by_calls(case, verdict, runs), outside.strip(case, verdict, runs)
-        hint = f"{calls}; {inside.hint}" if calls else inside.hint
-        return replace(inside, hint=hint, strip=strip)
-    if failing_plan(verdict) is None:
-        return outside.look(base, case, verdict, arithmetic or {})
+    if not inside:
+        return _without_taps(base, case, verdict, runs, rows)
+    calls = patterns.by_calls(case, verdict, runs)
+    hint = f"{calls}; {inside.hint}" if calls else inside.hint
+    return replace(inside, hint=hint, strip=outside.strip(case, verdict, runs))
+
+
+def _without_taps(
+    base: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace], rows: Sequence[TapRow]
+) -> Located:
+    """What the runs in the run's dtype show; `rows` are lane A's taps, all of them right."""
+    wrong = [gate for gate in verdict.gates if gate.failed]
+    if {gate.name for gate in wrong} == {GateName.REPEAT}:
+        return replace(base, hint=AGAIN)
+    in_arithmetic = any(gate.scope != "algebra" for gate in wrong)
+    if failing_plan(verdict) is None or (not rows and in_arithmetic):
+        return outside.look(base, case, verdict, runs)
     right = "; each recorded tap of each layer is right when it is fed the truth's input"
     return replace(base, rows=_worst(rows), hint=base.pointed + (right if rows else ""))
 

@@ -6,6 +6,8 @@ a row of a cache, and no limit of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mlxkv.judge.measure import Array, Floats
@@ -19,7 +21,7 @@ _HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def alike(a: Array, b: Array, near: float) -> bool:
-    """Whether no number is further from the other than `near`; NaN is."""
+    """Whether no number is further from the other than `near`; one that is NaN is further."""
     return bool(np.abs(np.subtract(a, b, dtype=np.float64)).max() <= near)
 
 
@@ -95,3 +97,34 @@ def some(what: str, wrong: Array, count: int) -> str:
     first = ", ".join(map(str, wrong[:4].tolist()))
     more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return f"{what}{'s' if len(wrong) > 1 else ''} {first}{more} of {count}"
+
+
+def scale(mine: Array, its: Array, *, near: float) -> str | None:
+    """By which factors all wrong rows of (n, width) differ, if by nothing else."""
+    by_row = factors(mine, its, axis=1, near=near)
+    if by_row is None:
+        return None
+    off, noise = np.abs(by_row - 1), near / max(float(np.abs(its).max()), near)
+    wrong = np.flatnonzero(off > max(ALIKE * off.max(), noise))
+    if len(wrong) == len(by_row) > 1 and np.ptp(by_row) <= max(0.01 * off.max(), noise):
+        return f"every row is {_times(by_row.mean())} times the truth's"
+    if len(wrong) == 1:
+        return f"row {wrong[0]} is {_times(by_row[wrong[0]])} times the truth's"
+    return "each row is the truth's times a factor of its own"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.6g}" if abs(factor - 1) > 1e-4 else f"{factor:.9g}"
+
+
+def plural(of: Sequence[int]) -> str:
+    return "s" if len(of) > 1 else ""
+
+
+def listed(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads))
+
+
+def flat(array: Array) -> Floats:
+    """(heads, n, width) -> (n, heads * width), as the projections count."""
+    return np.asarray(array.swapaxes(0, 1).reshape(array.shape[1], -1), np.float64)

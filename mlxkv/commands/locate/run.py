@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
-from mlxkv.commands.compare.follow import Runs
+from mlxkv.commands.compare.follow import Probe, Runs
 from mlxkv.commands.compare.suspects import Suspects
 from mlxkv.commands.locate import page, place
 from mlxkv.commands.locate.found import Located
@@ -18,10 +18,10 @@ from mlxkv.commands.locate.layers import count
 from mlxkv.commands.locate.opened import Opened
 from mlxkv.engines import job, oracle, own, process
 from mlxkv.engines.progress import say
-from mlxkv.judge.admission import by_plan, case_reasons
+from mlxkv.judge.admission import case_reasons
+from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Verdict
-from mlxkv.judge.verdict import judge
 from mlxkv.report import plots
 from mlxkv.report.phrases import cause
 from mlxkv.report.publish import Report
@@ -46,12 +46,30 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
         if found is None and request.engine not in ("port", "mlx-lm"):
             found, case = _own(runs, suspects, own.find(request.engine))
         if found is None:
-            found = _from_outside(case, runs.arithmetic, suspects)
+            found = _from_outside(case, _main(runs), suspects)
+        if found.outcome == "nothing" and runs.probe is not None:
+            found, case = _in_probe(found, case, runs.probe)
         located = [(runs.arithmetic[0].meta.engine, found)]
         if third:
-            beside = _from_outside(runs.case, third, suspects)
+            beside = _from_outside(runs.case, assign(runs.case, third), suspects)
             located.append((third[0].meta.engine, beside))
         return _rendered(case, located, out, command)
+
+
+def _main(runs: Runs) -> Assigned:
+    """The runs over the tokens themselves, without the probe's."""
+    return replace(runs.assigned, probe=None)
+
+
+def _in_probe(found: Located, case: Case, probe: Probe) -> tuple[Located, Case]:
+    """What the probe shows where the tokens themselves show nothing, by its cache alone."""
+    ours = assign(probe.case, probe.arithmetic, algebra=probe.algebra)
+    verdict = ours.judge()
+    if verdict.outcome == "agree":
+        return found, case
+    note = f"the tokens themselves show nothing: this is in the probe's {probe.case.length} tokens"
+    notes = (*found.notes, note)
+    return place.locate(probe.case, verdict, arithmetic=ours.candidates, notes=notes), probe.case
 
 
 def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
@@ -60,10 +78,11 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
     Gives the case too, as its truth may have more taps now. An engine without lane A is not the
     port, whose taps would say nothing of it.
     """
-    case, arithmetic = runs.case, by_plan(runs.case.manifest, runs.arithmetic)
+    case, ours = runs.case, _main(runs)
+    arithmetic = ours.candidates
     if case_reasons(case) or not count(case.truth):
         return None, case
-    verdict = judge(case, arithmetic, algebra=by_plan(case.manifest, runs.algebra))
+    verdict = ours.judge()
     plan = place.failing_plan(verdict)
     why, notes = _explained(suspects, verdict, arithmetic)
     look = partial(place.locate, arithmetic=arithmetic, cause=why)
@@ -80,8 +99,8 @@ def _port(runs: Runs, suspects: Suspects) -> tuple[Located | None, Case]:
 
 def _own(runs: Runs, suspects: Suspects, source: own.Source) -> tuple[Located | None, Case]:
     """Looks at what a person's own model hands out; None where nothing asks for it."""
-    case, named = runs.case, by_plan(runs.case.manifest, runs.arithmetic)
-    verdict = judge(case, named)
+    case, ours = runs.case, _main(runs)
+    named, verdict = ours.candidates, ours.judge()
     first = verdict.first_wrong
     if first is None or first.plan not in named or case_reasons(case) or not count(case.truth):
         return None, case
@@ -102,10 +121,9 @@ def _own(runs: Runs, suspects: Suspects, source: own.Source) -> tuple[Located | 
         return look(case, verdict, opened=opened), case
 
 
-def _from_outside(case: Case, traces: Sequence[Trace], suspects: Suspects) -> Located:
+def _from_outside(case: Case, ours: Assigned, suspects: Suspects) -> Located:
     """What the logits and the cache show of an engine that nobody can look into."""
-    named = by_plan(case.manifest, traces)
-    verdict = judge(case, named)
+    named, verdict = ours.candidates, ours.judge()
     why, notes = _explained(suspects, verdict, named)
     return place.locate(case, verdict, arithmetic=named, cause=why, notes=notes)
 

@@ -8,6 +8,7 @@ the port in the run's dtype. Axes as in the port: L new tokens, S held, K key/va
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +16,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_unflatten
 
 from mlxkv.port import cache as caches
 from mlxkv.port import llama, ops
 from mlxkv.port.cache import Cache
+from oracle.formats.plan import PROBE, mixed_sizes
 
 if TYPE_CHECKING:
     from mlxkv.port.config.llama import LlamaConfig
@@ -29,19 +32,23 @@ if TYPE_CHECKING:
 Plant = Callable[["Llama", "Place"], AbstractContextManager[None]]
 """Given the model and the place, a context manager inside of which the port is wrong."""
 Rows = tuple[Any, ...]
-Need = Literal["grouped", "square", "several"]
+Need = Literal["grouped", "square", "several", "probe", "wide ids"]
+Seen = Literal["judged", "mixed", "probe", "repeat"]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where in a model of `layers` layers, and in a prompt sent in two calls, faults are put.
 
-    `prompt` is the prompt's length and `cut` the length of its first call.
+    `prompt` is the prompt's length and `cut` the length of its first call. `tokens` are the whole
+    sequence, and `probe` those of the probe.
     """
 
     layers: int
     prompt: int
     cut: int
+    tokens: tuple[int, ...] = ()
+    probe: tuple[int, ...] = ()
 
     @property
     def middle(self) -> int:
@@ -52,6 +59,25 @@ class Place:
         """A row that decoding writes, with tokens before and after it."""
         return self.prompt + 4
 
+    def call(self, is_it: Callable[[list[int]], bool]) -> int:
+        """The position at which that call of the plan `mixed` begins of which `is_it(sizes)` is
+        true; `sizes` are those of its calls so far, that one last.
+        """
+        sizes = mixed_sizes(len(self.tokens))
+        return next(sum(sizes[:i]) for i in range(len(sizes)) if is_it(sizes[: i + 1]))
+
+    @property
+    def large(self) -> int:
+        """The first position of an id that two signed bytes do not hold."""
+        tried = [i for ids in (self.tokens, self.probe) for i, id in enumerate(ids) if id > SHORT]
+        return min(tried)
+
+    @property
+    def spare(self) -> int:
+        """A position of the probe, where it has an id for the first time that nothing else has."""
+        held = (i for i in range(40, len(self.probe)) if self.probe[i] not in self.probe[:i])
+        return next(i for i in held if self.probe[i] not in self.tokens)
+
 
 Position = Callable[[Place], int]
 
@@ -60,10 +86,11 @@ Position = Callable[[Place], int]
 class Where:
     """Where a fault must be found: the first wrong position, the layer, and one of `taps`.
 
-    A layer of None is behind all layers. Without taps neither layer nor tap is looked at.
+    A layer of None is behind all layers, a position of None may be any. Without taps neither layer
+    nor tap is looked at.
     """
 
-    first: Position
+    first: Callable[[Place], int | None]
     layer: Callable[[Place], int | None]
     taps: tuple[str, ...]
 
@@ -81,7 +108,7 @@ class Fault:
     `in_logits` is where logits first change, if that is later than `where.first`: a cache's row is
     wrong before anybody reads it. `none_in` are dtypes in which a right port computes the same.
     `sink`: position 0 may not show it, since trained models put values of thousands there, beside
-    which no eps is seen.
+    which no eps is seen. `seen` is what shows it beside full, step and chunked.
     """
 
     name: str
@@ -92,15 +119,18 @@ class Fault:
     in_logits: Position | None = None
     none_in: tuple[str, ...] = ()
     sink: bool = False
+    seen: Seen = "judged"
 
 
 def applies(fault: Fault, c: LlamaConfig, dtype: str = "float32") -> bool:
-    """Whether the fault changes anything on this head layout and in this dtype."""
+    """Whether the fault changes anything on this model and in this dtype."""
     has: dict[Need | None, bool] = {
         None: True,
         "grouped": 1 < c.num_key_value_heads < c.num_attention_heads,
         "square": c.num_attention_heads * c.head_dim == c.hidden_size,
         "several": c.num_key_value_heads > 1,
+        "probe": c.max_position_embeddings >= PROBE,
+        "wide ids": c.max_position_embeddings >= PROBE and c.vocab_size > SHORT + 1,
     }
     return has[fault.needs] and dtype not in fault.none_in
 
@@ -233,24 +263,57 @@ def shifted(applies: Callable[[int, int], bool]) -> Plant:
     return function(Cache, "rotation", make)
 
 
-def masked(change: Callable[[mx.array, mx.array, mx.array], mx.array]) -> Plant:
+Sizes = Callable[[list[int]], bool]
+"""Of the sizes of a cache's calls so far, the one under way last."""
+
+
+def masked(
+    change: Callable[[mx.array, mx.array, mx.array], mx.array],
+    when: Sizes = lambda sizes: sizes[-1] > 1,
+) -> Plant:
     """Another causal mask: `change(mask, rows, columns)`, the mask (L, S) with 1 where hidden.
 
-    `rows` (L, 1) are the positions of the queries, `columns` (1, S) those of the keys. Nothing
-    wrong is kept in the cache.
+    `rows` (L, 1) are the positions of the queries, `columns` (1, S) those of the keys. Only calls
+    `when` has them have it. Nothing wrong is kept in the cache.
     """
 
     def make(real: Any) -> Any:
+        calls: dict[int, list[int]] = {}
+
         def mask(self: Cache, length: int, start: int) -> mx.array | None:
-            right = real(self, length, start)
-            if right is None:
-                return None
-            rows, columns = mx.arange(start, start + length), mx.arange(right.shape[1])
-            return change(right, rows[:, None], columns[None, :]).astype(right.dtype)
+            sizes = calls.setdefault(id(self), [])
+            if (sum(sizes), sizes[-1:]) != (start + length, [length]):  # A call's first layer.
+                sizes[:] = [*(sizes if sum(sizes) == start else []), length]
+            right: mx.array | None = real(self, length, start)
+            if not when(sizes):
+                return right
+            rows, columns = mx.arange(start, start + length), mx.arange(start + length)
+            plain = mx.zeros((length, start + length), mx.uint8) if right is None else right
+            return change(plain, rows[:, None], columns[None, :]).astype(mx.uint8)
 
         return mask
 
     return function(Cache, "mask", make)
+
+
+def _after_single(sizes: list[int]) -> bool:
+    return sizes[-1] > 1 and sizes[-2:-1] == [1]
+
+
+def _longer(sizes: list[int]) -> bool:
+    return sizes[-1] > sum(sizes[:-1]) > 0
+
+
+def _third(sizes: list[int]) -> bool:
+    return sizes[-1] > 1 and sum(size > 1 for size in sizes) > 2
+
+
+def _without_offset(_: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
+    return columns > rows - rows[0]
+
+
+def _sees_all(mask: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
+    return mx.zeros_like(mask)
 
 
 def _hides_self(mask: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
@@ -330,6 +393,84 @@ def _crossed_layers(real: Any, place: Place, cache: Cache, layer: int, new: Rows
     return other.keys, other.values
 
 
+def rows_from(first: int, change: Callable[[mx.array], mx.array]) -> Plant:
+    """Keys and values of the positions from `first` on through a function; their own call too."""
+
+    def extend(real: Any, _: Place, cache: Cache, layer: int, new: Rows) -> Any:
+        begins, L = cache.layers[layer].length, new[0].shape[2]
+        at = mx.arange(begins, begins + L)[None, None, :, None]
+        return real(cache, layer, *(mx.where(at >= first, change(a), a) for a in new))
+
+    return extended(extend)
+
+
+def _levels(array: mx.array) -> mx.array:
+    """Each row of keys or values to 255 levels and back."""
+    scale = mx.max(mx.abs(array), axis=-1, keepdims=True) / 127
+    return mx.round(array / scale) * scale
+
+
+def _overwritten(real: Any, _: Place, cache: Cache, layer: int, new: Rows) -> Any:
+    """The row where a buffer has to grow holds what stands before it, in every layer."""
+    held, L = cache.layers[layer], new[0].shape[2]
+    i, rows = caches.BLOCK - held.length, list(new)
+    if not 0 <= i < L:
+        return real(cache, layer, *new)
+    for kind, (own, before) in enumerate(zip(new, (held.keys, held.values), strict=True)):
+        row = own[:, :, i - 1 : i] if i or before is None else before[:, :, -1:]
+        rows[kind] = mx.concatenate([own[:, :, :i], row, own[:, :, i + 1 :]], axis=2)
+    return real(cache, layer, *rows)
+
+
+def _coarse_positions(cos: mx.array, sin: mx.array) -> Rows:
+    """Positions in bfloat16, which has no odd numbers above 256."""
+    at = mx.minimum(mx.arange(len(cos)).astype(mx.bfloat16).astype(mx.int32), len(cos) - 1)
+    return cos[at], sin[at]
+
+
+# Ids, and calls that are not alike.
+
+
+def _short(real: Any) -> Any:
+    def ids(self: Any, tokens: Any) -> Any:
+        right = real(self, tokens)
+        return np.where(right > SHORT, 0, right)
+
+    return ids
+
+
+@contextmanager
+def _one_embedding(model: Llama, place: Place) -> Iterator[None]:
+    """The embedding of one id of the probe halved where it goes in, and not where logits are."""
+    spare = place.probe[place.spare]
+
+    def make(real: Any) -> Any:
+        def embed(self: Any, ids: mx.array) -> Any:
+            right = real(self, ids)
+            return mx.where((ids == spare)[..., None], right / 2, right)
+
+        return embed
+
+    with patched(nn.Embedding, "__call__", make):
+        yield
+
+
+@contextmanager
+def _now_and_then(model: Llama, _: Place) -> Iterator[None]:
+    """One call of five gives logits that are off by less than any noise."""
+    chance = random.Random(0)
+
+    def make(real: Any) -> Any:
+        def call(*given: Any) -> Any:
+            right = real(*given)
+            return right * (1 + 2.0**-21) if chance.random() < 0.2 else right
+
+        return call
+
+    with patched(llama.Llama, "_logits", make):
+        yield
+
+
 # Arithmetic and the way through the layers.
 
 
@@ -384,6 +525,8 @@ ANGLES = Where(SECOND, FIRST, ("q_rope", "k_rope"))
 KEYS, VALUES = Where(START, FIRST, ("keys",)), Where(START, FIRST, ("values",))
 ATTENTION = Where(START, FIRST, ("scores", "attention"))
 UNSEEN_IN_A = Where(START, lambda _: None, ())
+NOWHERE = Where(lambda _: None, lambda _: None, ())
+SHORT = 2**15 - 1
 F16, BF16 = ("float16",), ("bfloat16",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -435,7 +578,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("interleaved RoPE", function(llama, "rotate", _interleaved), ANGLES),
     Fault(
         "a chunk's mask without offset",
-        masked(lambda _, rows, columns: columns > rows - rows[0]),
+        masked(_without_offset),
         ATTENTION.at(CUT),
     ),
     Fault(
@@ -476,6 +619,81 @@ FAULTS: tuple[Fault, ...] = (
         lanes="A",
         sink=True,
     ),
+    # What only other chunks, more positions, other ids or a second run show.
+    Fault(
+        "no mask after single tokens",
+        masked(_sees_all, when=_after_single),
+        NOWHERE.at(lambda place: place.call(_after_single)),
+        seen="mixed",
+    ),
+    Fault(
+        "a chunk longer than what is held loses its mask's offset",
+        masked(_without_offset, when=_longer),
+        NOWHERE.at(lambda place: place.call(_longer)),
+        seen="mixed",
+    ),
+    Fault(
+        "the mask without offset from the third chunk on",
+        masked(_without_offset, when=_third),
+        NOWHERE.at(lambda place: place.call(_third)),
+        seen="mixed",
+    ),
+    Fault(
+        "attention sees 32 tokens",
+        masked(
+            lambda mask, rows, columns: mx.where(columns <= rows - 32, 1, mask),
+            when=lambda sizes: True,
+        ),
+        ATTENTION.at(lambda _: 32),
+    ),
+    Fault("rows in 255 levels from 33 on", rows_from(33, _levels), KEYS.at(lambda _: 33)),
+    Fault(
+        "rows in float16 from 128 on",
+        rows_from(128, rounded(mx.float16)),
+        NOWHERE.at(lambda _: 128),
+        needs="probe",
+        none_in=F16,
+        seen="probe",
+    ),
+    Fault(
+        "row 256 overwritten",
+        extended(_overwritten),
+        NOWHERE.at(lambda _: caches.BLOCK),
+        needs="probe",
+        seen="probe",
+    ),
+    Fault(
+        "the mask ends after 256 rows",
+        masked(
+            lambda mask, rows, columns: mx.where(rows >= 256, 0, mask),
+            when=lambda sizes: sizes[-1] > 256,
+        ),
+        NOWHERE.at(lambda _: 256),
+        needs="probe",
+        seen="probe",
+    ),
+    Fault(
+        "positions in bfloat16",
+        tables(_coarse_positions),
+        NOWHERE.at(lambda _: 257),
+        needs="probe",
+        seen="probe",
+    ),
+    Fault(
+        "ids of 16 bits",
+        function(llama.Llama, "_ids", _short),
+        NOWHERE.at(attrgetter("large")),
+        needs="wide ids",
+        seen="probe",
+    ),
+    Fault(
+        "one id's embedding",
+        _one_embedding,
+        NOWHERE.at(attrgetter("spare")),
+        needs="probe",
+        seen="probe",
+    ),
+    Fault("one call of five a bit off", _now_and_then, NOWHERE, lanes="B", seen="repeat"),
 )
 """All seeded faults.
 

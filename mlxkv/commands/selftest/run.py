@@ -118,10 +118,11 @@ def run(request: Request) -> Selftest:
     with process.scratch() as room:
         for name, found, ids, prompt in _models(request, checkpoint, room):
             say(f"selftest: {name}")
-            answer = oracle.ask(question(found, ids, prompt, dtype=request.dtype, taps=TAPS))
+            asked = question(found, ids, prompt, dtype=request.dtype, taps=TAPS)
+            answer, probe = oracle.ask_both(asked, oracle.probe_beside(asked))
             own = room / f"run-{name}"
             own.mkdir()
-            done.trials[name], environment = _trials(found, answer, own, request.faults)
+            done.trials[name], environment = _trials(found, answer, probe, own, request.faults)
             done.environment.update(environment)
             done.oracle.update(answer.manifest.surroundings)
             done.models[name] = {
@@ -210,10 +211,14 @@ def question(
 
 
 def _trials(
-    checkpoint: Checkpoint, answer: oracle.Answer, room: Path, faults: Sequence[str]
+    checkpoint: Checkpoint,
+    answer: oracle.Answer,
+    probe: oracle.Answer | None,
+    room: Path,
+    faults: Sequence[str],
 ) -> tuple[tuple[Trial, ...], dict[str, Any]]:
     """The trials of one model, correct runs first, and the surroundings they were made in."""
-    asked = ("trials", str(answer.folder))
+    asked = ("trials", str(answer.folder), "" if probe is None else str(probe.folder))
     value = worker.start(checkpoint, answer, room, *asked, *faults)
     found = value["trials"]
     if sys.platform == "linux" and not faults:  # a Mac has one BLAS only

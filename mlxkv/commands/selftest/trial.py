@@ -60,10 +60,10 @@ def correct_run(name: str, verdict: Verdict, found: Located) -> Trial:
 def faulty_run(fault: Fault, place: Place, verdict: Verdict, found: Located) -> Trial:
     """Of a seeded fault: it must differ, from where it starts, and be located in its place."""
     layer, taps, start = fault.where.layer(place), fault.where.taps, fault.where.first(place)
-    positions = (start, start + 1) if fault.sink else (start,)
+    positions = (start, start + 1) if fault.sink and start is not None else (start,)
     why = [] if verdict.outcome == "differ" else [f"{verdict.outcome}, expected differ"]
     first = _first(verdict)
-    if first not in positions:
+    if start is not None and first not in positions:
         why.append(f"first wrong position {first}, expected {' or '.join(map(str, positions))}")
     if taps and found.layer != layer:
         why.append(f"layer {found.layer}, expected {layer}")

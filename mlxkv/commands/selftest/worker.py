@@ -1,10 +1,10 @@
 """The port on trial: correct runs and seeded faults, judged and located in memory.
 
 A process of its own, started by `start`, as `python -m mlxkv.commands.selftest.worker JOB RESULT`
-and one of: `trials ORACLE [NAME ...]`, where the names are those of faults, beside which the
-correct runs are always tried, or that of one correct run alone; `readings ORACLE ...`, what a
-correct run on each oracle folder reads at every gate; and `orders ORACLE ...`, the same, and on the
-first folder what the port reads there with other sums.
+and one of: `trials ORACLE PROBE [NAME ...]`, where PROBE may be empty and the names are those of
+faults, beside which the correct runs are always tried, or that of one correct run alone; `readings
+ORACLE ...`, what a correct run on each oracle folder reads at every gate; and `orders ORACLE ...`,
+the same, and on the first folder what the port reads there with other sums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from mlxkv.commands.selftest import readings, trial
 from mlxkv.commands.selftest.trial import BRANCH, RIGHT, RIGHTS, Trial
 from mlxkv.engines import job, oracle, process
 from mlxkv.engines.progress import bar
-from mlxkv.judge.case import Case, read_case
+from mlxkv.judge.case import Case, Probed, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.disk import write_text
@@ -35,7 +34,7 @@ from oracle.formats.trace import Meta, Trace
 from oracle.model.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from mlxkv.commands.selftest.faults import Fault, Place
+    from mlxkv.commands.selftest.faults import Fault, Place, Seen
     from mlxkv.port.llama import Llama
 
 TAPPED = "chunked"
@@ -88,22 +87,44 @@ class Ports:
         return port.run(self.models[dtype], plan, meta=self.of(dtype))
 
 
+_PLANS: dict[Seen, tuple[str, ...]] = {
+    "judged": ("full", "step", TAPPED),
+    "mixed": ("full", "mixed"),
+    "probe": ("full",),
+    "repeat": ("step",),
+}
+"""The judged plans that are followed with a fault in the port, by what shows it."""
+
+
 class Experiment:
     """The port on one model, and the oracle's answer that its runs are judged by."""
 
-    def __init__(self, case: Case, plans: Mapping[str, Plan], ports: Ports) -> None:
-        self.case, self.plans, self.ports = case, plans, ports
+    def __init__(
+        self,
+        case: Case,
+        plans: Mapping[str, Plan],
+        ports: Ports,
+        *,
+        probe: tuple[Case, Mapping[str, Plan]] | None = None,
+    ) -> None:
+        self.case, self.plans, self.ports, self.probe = case, plans, ports, probe
 
     def judged(self) -> tuple[Verdict, Mapping[str, Trace]]:
-        """The verdict on the port as it is, by every judged plan in both lanes; lane B's traces."""
-        return self._judged({name: partial(self._run, name) for name in self.plans})
+        """The verdict on the port as it is, by all that `compare` runs; lane B's traces."""
+        again = job.repeated(self.plans.values()).name
+        repeats = {again: self._again(again)}
+        runs = {name: partial(self._run, name) for name in self.plans}
+        probe = self._probed(self._probe_runs(), self._probe_algebra())
+        return self._judged(runs, repeats=repeats, probe=probe)
 
-    def _judged(self, runs: Mapping[str, Any]) -> tuple[Verdict, Mapping[str, Trace]]:
+    def _judged(
+        self, runs: Mapping[str, Any], **beside: Any
+    ) -> tuple[Verdict, Mapping[str, Trace]]:
         arithmetic, algebra = (
             {plan: run(dtype) for plan, run in runs.items()}
             for dtype in (self.ports.meta.dtype, "float64")
         )
-        return judge(self.case, arithmetic, algebra=algebra), arithmetic
+        return judge(self.case, arithmetic, algebra=algebra, **beside), arithmetic
 
     def in_other_orders(self) -> Iterator[dict[str, Any]]:
         """What the judge reads of the port in lane B, with each other order of sums."""
@@ -131,18 +152,25 @@ class Experiment:
 
     def faulty(self, fault: Fault, place: Place) -> Trial:
         """The port with a fault in it: what the judge says of it, and where it is found."""
-        arithmetic, algebra, isolated = {}, {}, None
-        dtype = self.ports.meta.dtype
-        with fault.plant(self.ports.models[dtype], place) if "B" in fault.lanes else nullcontext():
-            arithmetic = {plan: self._run(plan, dtype) for plan in ("full", "step", TAPPED)}
+        arithmetic, repeats, probe = dict[str, Trace](), dict[str, Trace](), dict[str, Trace]()
+        algebra, isolated, exact = dict[str, Trace](), None, dict[str, Trace]()
+        if "B" in fault.lanes:
+            with fault.plant(self.ports.models[self.ports.meta.dtype], place):
+                plans = _PLANS[fault.seen]
+                arithmetic = {plan: self._run(plan, self.ports.meta.dtype) for plan in plans}
+                repeats = {plan: self._again(plan) for plan in plans if fault.seen == "repeat"}
+                probe = self._probe_runs() if fault.seen == "probe" else {}
         if "A" in fault.lanes:
             with fault.plant(self.ports.models["float64"], place):
-                algebra[TAPPED], isolated = self._tapped()
-                if fault.in_logits is not None:
-                    # Until somebody reads a wrong row it shows in the cache alone, and of lane A's
-                    # runs the judge looks at the cache of step.
-                    algebra["step"] = self._run("step", "float64")
-        verdict = judge(self.case, arithmetic, algebra=algebra)
+                exact = self._probe_algebra() if fault.seen == "probe" else {}
+                algebra, isolated = self._algebra(fault)
+        verdict = judge(
+            self.case,
+            arithmetic,
+            algebra=algebra,
+            repeats=repeats,
+            probe=self._probed(probe, exact),
+        )
         found = locating.locate(
             self.case,
             verdict,
@@ -151,6 +179,38 @@ class Experiment:
             arithmetic=arithmetic,
         )
         return trial.faulty_run(fault, place, verdict, found)
+
+    def _algebra(self, fault: Fault) -> tuple[dict[str, Trace], Trace | None]:
+        """Lane A of the plans that show the fault, and with taps each layer fed the truth's
+        input.
+        """
+        if fault.seen != "judged":
+            plans = _PLANS[fault.seen] if fault.seen == "mixed" else ()
+            return {plan: self._run(plan, "float64") for plan in plans}, None
+        made, isolated = self._tapped()
+        # Until somebody reads a wrong row it shows in the cache alone, and of lane A's runs the
+        # judge looks at the cache of step.
+        late = {"step": self._run("step", "float64")} if fault.in_logits is not None else {}
+        return {TAPPED: made} | late, isolated
+
+    def _again(self, plan: str) -> Trace:
+        """Lane B's run of a plan, as one that follows another."""
+        made = self._run(plan, self.ports.meta.dtype)
+        return replace(made, meta=replace(made.meta, repeat=1))
+
+    def _probe_runs(self) -> dict[str, Trace]:
+        """Lane B's runs of the probe's plans; none without a probe."""
+        plans = self.probe[1] if self.probe is not None else {}
+        return {name: self.ports.run(plan, self.ports.meta.dtype) for name, plan in plans.items()}
+
+    def _probe_algebra(self) -> dict[str, Trace]:
+        """Lane A's run of the probe, as `compare` makes it: of its chunked plan alone."""
+        plans = self.probe[1] if self.probe is not None else {}
+        return {TAPPED: self.ports.run(plans[TAPPED], "float64")} if plans else {}
+
+    def _probed(self, runs: Mapping[str, Trace], exact: Mapping[str, Trace]) -> Probed | None:
+        made = self.probe is not None and (runs or exact)
+        return Probed(self.probe[0], runs, exact) if made and self.probe is not None else None
 
     def _run(self, plan: str, dtype: str) -> Trace:
         return self.ports.run(self.plans[plan], dtype)
@@ -206,17 +266,27 @@ def load(asked: job.Job) -> Ports:
     return Ports(models, meta, port.probe())
 
 
-def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, Any]]:
+def trials(
+    ports: Ports, folder: Path, probe: Path | None, chosen: Sequence[str]
+) -> list[dict[str, Any]]:
     from mlxkv.commands.selftest.faults import FAULTS, Place, applies
 
-    case, dtype = read_case(folder), ports.meta.dtype
-    config, plans = ports.models[dtype].config, read_plans(folder, case.manifest)
+    (case, plans), dtype = _case_and_plans(folder), ports.meta.dtype
+    config = ports.models[dtype].config
     cut = next(plans[TAPPED].calls()).fed
-    place = Place(config.num_hidden_layers, case.manifest.prompt_tokens, cut)
+    beside = None if probe is None else _case_and_plans(probe)
+    place = Place(
+        config.num_hidden_layers,
+        case.manifest.prompt_tokens,
+        cut,
+        tuple(case.manifest.tokens),
+        () if beside is None else tuple(beside[0].manifest.tokens),
+    )
     asked = [fault for fault in FAULTS if not chosen or fault.name in chosen]
+    asked = [fault for fault in asked if beside is not None or fault.seen != "probe"]
     faults = [fault for fault in asked if applies(fault, config, dtype)]
     rights = [name for name in RIGHTS if name in chosen] or [RIGHT, BRANCH]
-    experiment = Experiment(case, plans, ports)
+    experiment = Experiment(case, plans, ports, probe=beside)
     runs = [partial(experiment.correct, name) for name in rights]
     runs += [partial(experiment.faulty, fault, place) for fault in faults]
     found = []
@@ -227,10 +297,15 @@ def trials(ports: Ports, folder: Path, chosen: Sequence[str]) -> list[dict[str, 
     return found
 
 
+def _case_and_plans(folder: Path) -> tuple[Case, Mapping[str, Plan]]:
+    case = read_case(folder)
+    return case, read_plans(folder, case.manifest)
+
+
 def read(ports: Ports, folder: Path, *, orders: bool = False) -> list[dict[str, Any]]:
     """One correct run, and one with each other order of sums, as `readings.plain_run` has them."""
-    case = read_case(folder)
-    experiment = Experiment(case, read_plans(folder, case.manifest), ports)
+    case, plans = _case_and_plans(folder)
+    experiment = Experiment(case, plans, ports)
     verdict, _ = experiment.judged()
     return [
         readings.plain_run("", verdict, readings.read(case, verdict)),
@@ -242,7 +317,8 @@ def follow(asked: job.Job, mode: str, arguments: Sequence[str]) -> dict[str, Any
     """What the process is asked for, and its surroundings."""
     ports = load(asked)
     if mode == "trials":
-        found: list[Any] = trials(ports, Path(arguments[0]), arguments[1:])
+        folder, probe, *chosen = arguments
+        found: list[Any] = trials(ports, Path(folder), Path(probe) if probe else None, chosen)
     else:
         found = []
         with bar(f"calibrate: {Path(asked.folder).name}", len(arguments)) as advance:
