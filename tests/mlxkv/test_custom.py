@@ -147,7 +147,7 @@ def test_what_bfloat16_cannot_show_is_said_by_name_and_float32_shows_it(tmp_path
     ids = ["--tokens", "3,7,11,2,19,5", "--steps", "7", "--engine", f"{OWN}:load"]
     env = {"MLXKV_CACHE": str(tmp_path / "cache")}
     first, second = (
-        compare(folder, *ids, "--dtype", "bfloat16", "--out", tmp_path / "out", **env)
+        compare(folder, *ids, "--dtype", "bfloat16", "--quick", "--out", tmp_path / "out", **env)
         for _ in range(2)
     )
     assert first.returncode == 0, first.stdout + first.stderr
@@ -158,6 +158,10 @@ def test_what_bfloat16_cannot_show_is_said_by_name_and_float32_shows_it(tmp_path
     assert f"- {said[0].removeprefix('note: ')}" in (tmp_path / "out" / "compare.md").read_text()
     assert len([*(tmp_path / "cache" / "suspects").glob("*/suspects.json")]) == 1
     assert said[0] in second.stdout
+    # The probe is long enough to show it.
+    longer = compare(folder, *ids, "--dtype", "bfloat16", "--out", tmp_path / "out", **env)
+    assert longer.returncode == 1
+    assert "; plans full, step, prefixes, chunked, mixed agree; " in longer.stdout
     exact = compare(folder, *ids, "--out", tmp_path / "out", **env)
     assert exact.returncode == 1
     assert "looks like lost RoPE scaling (sigma " in exact.stdout
