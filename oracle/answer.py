@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Trace
+from oracle.formats.trace import Outcome, Trace
 from oracle.model import packing
 from oracle.pool import errors, mean, reference
 from oracle.pool.neighbour import Neighbour
@@ -155,14 +155,18 @@ def _run(question: Question, model: Reference, folder: Path, progress: Progress)
     """Runs the pool. Its traces go to files."""
     dtype, whose = question.dtype, "the probe" if question.probe else "pool"
     folder.mkdir(exist_ok=True)
-    generated = _greedy(question, model, progress)
+    greedy = _greedy(question, model, progress)
+    generated = (greedy.meta.outcomes[-1].tokens or []) if greedy else []
     plans = question.plans(generated)
     members = {}
     names = question.members(plans, model.kinds)
     for i, name in enumerate(names):
         progress(f"transformers {whose} ({dtype}): {name}", i, len(names))
         kind, plan = name.split("-")
-        made = _whole(model.run(plans[plan], attention=kind))
+        if greedy is not None and name == f"{model.kinds[-1]}-step":
+            made = _by_steps(greedy, plans[plan])
+        else:
+            made = _whole(model.run(plans[plan], attention=kind))
         # The runs of the last kind are the references, which stay.
         stem = f"reference-{plan}" if kind == model.kinds[-1] else f"pool-{name}"
         path = folder / f"{stem}.safetensors"
@@ -192,13 +196,23 @@ def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     )
 
 
-def _greedy(question: Question, model: Reference, progress: Progress) -> list[int]:
+def _greedy(question: Question, model: Reference, progress: Progress) -> Trace | None:
+    """The run that chooses the greedy tokens, with all its rows; None where none are asked for."""
     if not question.steps:
-        return []
+        return None
     progress("greedy tokens", 0, 1)
     steps = New("a"), Greedy("a", question.tokens, 0, question.steps)
-    made = _whole(model.run(Plan("greedy", steps, "last"), attention=model.kinds[-1]))
-    return made.meta.outcomes[1].tokens or []
+    return _whole(model.run(Plan("greedy", steps), attention=model.kinds[-1]))
+
+
+def _by_steps(greedy: Trace, plan: Plan) -> Trace:
+    """The greedy run as that of the step plan, since the calls of both are the same."""
+    steps = [call.index for call in plan.calls() for _ in plan.kept(call)]
+    outcomes = [Outcome() for _ in plan.steps]
+    meta = replace(greedy.meta, plan=plan, outcomes=outcomes)
+    return replace(
+        greedy, meta=meta, arrays=dict(greedy.arrays) | {"steps": np.array(steps, np.int32)}
+    )
 
 
 def _doubles(
@@ -254,6 +268,7 @@ def _measure(
         config,
         plan=plan,
         segments=question.segments(pool.plans),
+        shared=question.shared,
         taps=frozenset(question.taps),
         environment=pool.environment,
         progress=progress,

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan, judged_plans, probe_plans
+from oracle.formats.plan import Plan, judged_plans, probe_plans, probe_sizes
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
@@ -161,6 +161,13 @@ class Question(Inputs):
         if "mixed" in plans:
             ways["mixed"] = [call.fed for call in plans["mixed"].calls()]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
+
+    @property
+    def shared(self) -> int:
+        """How many positions the probe's second way takes from the first: its first chunk, which
+        is computed alike. For the main sequence none, whose ways are short.
+        """
+        return probe_sizes(self.length)[0] if self.probe else 0
 
     def estimate(self, *others: Question) -> str:
         """One line: the sequences of this and other questions, and about what all will take."""

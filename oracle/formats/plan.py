@@ -396,7 +396,8 @@ def probe_tokens(vocab_size: int, context: int) -> Ids:
 
 def probe_sizes(n: int) -> list[int]:
     """The calls of the probe's plan `chunked`: of 300 tokens 250, ten singles, and the rest."""
-    first, singles = max(1, 5 * n // 6), max(1, n // 30)
+    first = max(1, 5 * n // 6)
+    singles = min(max(1, n // 30), n - first)
     sizes = [first, *[1] * singles, n - first - singles]
     return [size for size in sizes if size > 0]
 

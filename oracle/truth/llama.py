@@ -53,12 +53,14 @@ def follow(
     tokens: Sequence[int],
     *,
     segments: Mapping[str, Sequence[int]],
+    shared: int = 0,
     taps: frozenset[str] = frozenset(),
     sink: Sink | None = None,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
     """What enters the head, (n, E), for each way of cutting the sequence into segments.
 
+    Every way but the first takes the first `shared` positions from it, where a segment must begin.
     `sink` is given each layer's number and, of the first way, its `keys` (after RoPE) and `values`,
     both (K, n, D), and the taps asked for, which need that way to be a single segment.
     """
@@ -66,6 +68,9 @@ def follow(
     embedded = weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
     watched = next(iter(streams))
+    others = [stream for name, stream in streams.items() if name != watched]
+    for stream in others:
+        stream.spans = [span for span in stream.spans if span[0] >= shared]
     if taps and len(streams[watched].spans) > 1:
         count = len(streams[watched].spans)
         raise ValueError(f"truth: {watched} has {count} segments, expected one for taps")
@@ -73,12 +78,15 @@ def follow(
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
         layer = Layer(config, weights.layer(config, i), tables)
-        for name, stream in streams.items():
-            seen = dict.fromkeys(taps) if name == watched else {}
-            keys, values = layer.run(stream, seen)
-            if sink and name == watched:
-                tapped = {k: v for k, v in seen.items() if v is not None}
-                sink(i, {"keys": keys, "values": values} | tapped)
+        seen: dict[str, Any] = dict.fromkeys(taps)
+        whole = layer.run(streams[watched], seen)
+        if sink:
+            tapped = {k: v for k, v in seen.items() if v is not None}
+            sink(i, dict(zip(("keys", "values"), whole, strict=True)) | tapped)
+        for stream in others:
+            layer.run(stream, {}, [array[:, :shared] for array in whole])
+    for stream in others:
+        stream.hidden[:shared] = streams[watched].hidden[:shared]
     norm = weights(NORM)
     return {name: rms_norm(stream.hidden, norm, config.eps) for name, stream in streams.items()}
 
@@ -91,13 +99,18 @@ class Layer:
     ) -> None:
         self.config, self.weights, self.tables = config, weights, tables
 
-    def run(self, stream: Stream, seen: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def run(
+        self, stream: Stream, seen: dict[str, Any], before: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Replaces the stream's hidden states; returns the keys and values, each (K, n, D).
 
-        `seen` has a key for each tap asked for, and gets its value.
+        `seen` has a key for each tap asked for, and gets its value. `before` are the keys and
+        values of the positions that come before the stream's first.
         """
         shape = (2, self.config.n_kv_heads, len(stream.hidden), self.config.head_dim)
         keys, values = torch.full(shape, math.nan, dtype=torch.float64)
+        for array, given in zip((keys, values), before, strict=False):
+            array[:, : given.shape[1]] = given
         for start, stop in stream.spans:
             x = stream.hidden[start:stop]
             stream.hidden[start:stop] = self._segment(x, start, keys, values, seen)

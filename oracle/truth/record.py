@@ -24,11 +24,12 @@ def write(
     *,
     plan: Plan,
     segments: Mapping[str, Sequence[int]],
+    shared: int = 0,
     taps: frozenset[str] = frozenset({"hidden"}),
     environment: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> tuple[float, float]:
-    """Writes the trace of `plan`, followed as `segments` say, the first of them whole.
+    """Writes the trace of `plan`, followed as `segments` and `shared` say, first of all whole.
 
     Logits are those of the rows that the plan keeps; keys, values and taps those of all positions.
     Returns max |T|, and the largest difference of a logit between the first way and any other.
@@ -49,7 +50,14 @@ def write(
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
         streams = llama.follow(
-            weights, config, tokens, segments=segments, taps=taps, sink=sink, progress=progress
+            weights,
+            config,
+            tokens,
+            segments=segments,
+            shared=shared,
+            taps=taps,
+            sink=sink,
+            progress=progress,
         )
         tables = llama.rope_tables(config, len(tokens))
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):

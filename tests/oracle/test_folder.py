@@ -14,6 +14,7 @@ from folders import refusal
 import oracle
 from oracle import folder
 from oracle.formats import disk, plan, run_folder, trace
+from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.question import ask
 from oracle.truth import llama, record
@@ -93,6 +94,16 @@ def kept(model, tmp_path_factory):
 @pytest.fixture
 def copy(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / "copy")
+
+
+def test_the_greedy_run_is_the_runs_of_the_step_plan(kept, model):
+    """The reference of the step plan is that run, and no second one of the same calls."""
+    stored = trace.read(kept / "reference-step.safetensors")
+    fresh = reference.Reference(resolve(model)).run(stored.meta.plan, attention="sdpa")
+    assert fresh.meta.outcomes == stored.meta.outcomes
+    assert fresh.arrays.keys() == stored.arrays.keys()
+    for name, array in fresh.arrays.items():
+        np.testing.assert_array_equal(array, stored.arrays[name], err_msg=name)
 
 
 def names(path):

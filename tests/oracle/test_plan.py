@@ -203,3 +203,10 @@ def test_the_probe_of_300_is_fed_as_agreed() -> None:
     rows = plans.probe_rows(300)
     assert {*range(8), 31, 32, 33, 63, 65, 127, 129, *range(249, 263), 298, 299} <= set(rows)
     assert len(rows) == 57
+
+
+@pytest.mark.parametrize("n", range(1, 80))
+def test_the_probes_calls_feed_each_token_once(n: int) -> None:
+    sizes = plans.probe_sizes(n)
+    assert sum(sizes) == n
+    assert min(sizes) >= 1

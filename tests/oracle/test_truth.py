@@ -51,12 +51,22 @@ class Changed(Weights):
         return self.change(name, super().__call__(name, **rows))
 
 
-def logits(checkpoint, config=None, *, tokens=TOKENS, segments=None, dtype="float32", change=None):
+def logits(
+    checkpoint,
+    config=None,
+    *,
+    tokens=TOKENS,
+    segments=None,
+    shared=0,
+    dtype="float32",
+    change=None,
+):
     """(n, V) logits, and how far any way of following the tokens is from the first."""
     config = config or read_config(checkpoint.config)
     weights = Changed(checkpoint, dtype=dtype)
     weights.change = change or weights.change
-    streams = truth.follow(weights, config, tokens, segments=segments or {"full": [len(tokens)]})
+    segments = segments or {"full": [len(tokens)]}
+    streams = truth.follow(weights, config, tokens, segments=segments, shared=shared)
     out = np.zeros((len(tokens), config.vocab_size))
     most, apart = truth.write_logits(streams, weights.head(config), out)
     assert most == np.abs(out).max()
@@ -158,6 +168,17 @@ def test_a_fault_of_the_cache_breaks_the_first_proof(checkpoints, monkeypatch, n
     monkeypatch.setattr(truth, name, wrong)
     out, apart = logits(checkpoints["gqa"], segments={"full": [N], "chunked": [3, 2, N - 5]})
     assert apart > 1e-4 * np.abs(out).max()
+
+
+@pytest.mark.parametrize("wrong", [None, forgetful_mask, stale_row, swapped_positions])
+def test_a_way_that_begins_in_the_middle_is_held_to_the_whole_one(checkpoints, monkeypatch, wrong):
+    names = {forgetful_mask: "hides", stale_row: "attend", swapped_positions: "rotate"}
+    if wrong is not None:
+        monkeypatch.setattr(truth, names[wrong], wrong)
+    ways = {"full": [N], "chunked": [5, 1, 2, N - 8]}
+    out, apart = logits(checkpoints["gqa"], segments=ways, shared=5)
+    assert (apart > 1e-4 * np.abs(out).max()) == (wrong is not None)
+    assert apart > 0  # computed, not copied
 
 
 def test_the_frequencies_are_the_formula_in_float64():
