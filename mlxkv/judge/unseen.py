@@ -14,7 +14,7 @@ from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
 from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import PROBE, Feed, Plan, left_out
-from oracle.formats.trace import Trace
+from oracle.formats.trace import SHARED, Trace
 
 NOTHING = ("everything: nothing was compared",)
 _BUFFER = 256
@@ -125,6 +125,8 @@ def _of_probe(probe: Judged) -> Iterable[str]:
         elif probe.exact and plan not in probe.exact:
             other = " and ".join(probe.exact)
             yield f"plan {probe.shown(plan)} in float64: {other} has the same tokens there"
+        elif plan in probe.exact and SHARED in probe.exact[plan].meta.environment:
+            yield f"the first call of plan {probe.shown(plan)} in float64: another plan's serves"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

@@ -66,6 +66,11 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return cls(tokens, one_line(error, 1000), kind)
 
 
+SHARED = "first call taken from plan"
+"""The key in a trace's environment that names the plan whose longer first call served for this
+one's too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meta:
     """Where a trace comes from.
