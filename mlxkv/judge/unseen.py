@@ -20,6 +20,10 @@ NOTHING = ("everything: nothing was compared",)
 _BUFFER = 256
 """Caches grow by blocks of so many rows, and windows, tables and RoPE's switches are multiples."""
 _MOST = 8
+_LIFE = (
+    "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of the "
+    "port and of mlx-lm"
+)
 
 
 def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str]:
@@ -30,7 +34,7 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
     plans = [t.meta.plan for one in sequences for t in (one.runs or one.exact).values()]
     lines = [_positions(sequences, probe), _ids(sequences, main.case.truth.logits.shape[1])]
     lines += [*_shapes(plans), _absent_plan(main), *_rows(sequences)]
-    lines += ["batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them"]
+    lines += [_LIFE]
     lines += [_repeats(sequences)]
     lines += [f"the probe: {why_no_probe}"] if probe is None else _of_probe(probe)
     return [line for line in lines if line]
@@ -66,8 +70,18 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
     absent = [kind for kind, tried in kinds.items() if not tried]
     sizes = sorted({feed.width for of in feeds for feed in of})
     some = [str(size) for size in sizes[:_MOST]] + ([f"up to {sizes[-1]}"] * (len(sizes) > _MOST))
-    made = f"calls of other sizes: those made have {', '.join(some)} tokens"
+    made = f"calls of other sizes: those made have {', '.join(some)} tokens; {_longest(feeds)}"
     return [made, *([f"{', '.join(absent)}: no plan compared has such calls"] if absent else [])]
+
+
+def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
+    """How often a cache was fed: what goes wrong at a later call was not seen."""
+    counts = {True: [0], False: [0]}  # of several tokens, of single ones; by cache
+    for feed in (feed for of in feeds for feed in of):
+        for kind in counts.values():
+            kind += [] if feed.held else [0]
+        counts[feed.width > 1][-1] += 1
+    return f"at most {max(counts[True])} of several tokens and {max(counts[False])} single ones in one cache"
 
 
 def _after_single(feeds: Sequence[Feed]) -> bool:

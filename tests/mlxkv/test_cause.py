@@ -478,3 +478,11 @@ def test_a_mistake_that_one_plan_shows_is_seen(known: Callable[..., Known]) -> N
     for listed, unseen in (((full, nothing), ()), ((nothing,), (words,))):
         found = cause.blind(one.case, runs, verdict.gates, replace(suspects, listed=listed))
         assert found == unseen
+
+
+def test_numbers_that_are_none_have_no_usual_cause(known: Callable[..., Known]) -> None:
+    one = known("gqa")
+    runs = one.run(one.engine())
+    for run in runs.values():
+        run.logits[3] = np.nan
+    assert re.fullmatch(r"none of \d+ usual suspects .*", str(one.explained(runs)))

@@ -903,16 +903,20 @@ def test_what_was_not_exercised_is_listed() -> None:
         "positions beyond 23: rows, masks and RoPE that go wrong there, as at 256, were not seen; "
         "give --tokens with more",
         "40 of 64 token ids: 24 were fed, the largest 26; give --tokens with others",
-        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens",
-        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens; at most 5 "
+        "of several tokens and 19 single ones in one cache",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of "
+        "the port and of mlx-lm",
         "repeats: no call was made twice, so results that change were not looked for",
         "the probe: left out, so a long sequence, and ids that span the vocabulary, were not tried",
     )
     assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats={"step": RUNS["step"]}).unseen == (
         "positions beyond 299: rows, masks and RoPE that go wrong there, as at 512, were not seen; "
         "give --tokens with more",
-        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens",
-        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens; at most 5 "
+        "of several tokens and 19 single ones in one cache",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of "
+        "the port and of mlx-lm",
         "repeats of 64 of 84 calls: 20 were made twice, and a fault that comes and goes shows in "
         "those only",
     )

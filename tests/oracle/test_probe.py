@@ -297,3 +297,9 @@ def test_a_folder_of_version_0_1_is_refused_with_the_command_that_makes_it_anew(
     path.write_text(json.dumps(old | {"tokens": 5}))
     line = refusal(run_folder.read_manifest, copy)
     assert line == f"{begun}make the folder anew with `mlxkv-oracle run --out {copy} --force`"
+
+
+def test_a_probe_without_its_manifest_names_the_command_that_makes_probes(copy):
+    (copy / "probe" / "manifest.json").unlink()
+    line = refusal(run_folder.read_manifest, copy / "probe")
+    assert f"`mlxkv-oracle probe --out {copy / 'probe'} --force`" in line
