@@ -422,6 +422,11 @@ def test_a_third_engine_is_judged_over_the_probe_if_it_followed_it(
     assert third["plans"] == ["step", "probe full", "probe chunked"]
     judged = mlxkv("judge", answer, *paths, "--json", "--out", tmp_path / "judged")
     assert json.loads(judged.stdout)["plans"] == third["plans"]
+    refused(
+        mlxkv("compare", tiny, "--oracle", answer, "--quick", *given, "--out", out),
+        "probe-reference-full.safetensors: plan digest is ",
+        "its rows are a probe's: give a folder with that probe, and no --quick",
+    )
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
