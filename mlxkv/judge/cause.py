@@ -187,7 +187,9 @@ def _nearest(run: Trace, measured: Measures, suspects: Suspects, floors: Floors)
         sigma = _sigma(_left(run, measured, suspect, suspects.columns), measured, floors)
         limit = max(SIGMA, ROUGH * right) if suspect.rough else SIGMA
         if sigma <= min(limit, right / 2) and (least is None or sigma < least.sigma):
-            least = Cause(suspect.name, suspect.words, sigma)
+            where = f" in plan {suspect.plan}" if suspect.plan else ""
+            against = f"a truth with that mistake{where}"
+            least = Cause(suspect.name, suspect.words, sigma, against)
     return least
 
 

@@ -138,9 +138,9 @@ def _of_probe(probe: Judged) -> Iterable[str]:
             yield f"plan {probe.shown(plan)}: no usable trace of it"
         elif probe.exact and plan not in probe.exact:
             other = " and ".join(probe.exact)
-            yield f"plan {probe.shown(plan)} in float64: {other} has the same tokens there"
+            yield f"{probe.shown(plan)} in float64: {other} feeds the same tokens there"
         elif plan in probe.exact and SHARED in probe.exact[plan].meta.environment:
-            yield f"the first call of plan {probe.shown(plan)} in float64: another plan's serves"
+            yield f"the first call of {probe.shown(plan)} in float64: another plan's serves for it"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

@@ -261,7 +261,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     "a key row copied": (faults.copied("keys"), 1, "keys", "is the truth's row 8: stale"),
     "a mask off by one": (
         faults.masked(faults.ahead, everywhere=False),
-        *(1, "scores", "the mask: at position 0 it lets it see the key of position 1"),
+        *(1, "scores", "the mask: position 0 sees the key of position 1"),
     ),
     "a chunk's mask": (
         faults.masked(faults.without_offset),

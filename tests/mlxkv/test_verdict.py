@@ -1045,6 +1045,10 @@ def test_a_repeat_of_the_same_bits_agrees_and_one_bit_differs() -> None:
         assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
         assert verdict.first_wrong is not None
         assert (verdict.first_wrong.position, verdict.first_wrong.plan) == (position, "step")
+        assert verdict.found == (
+            "results change from run to run: plan step, followed twice, differs from itself "
+            f"(first at position {position})"
+        )
 
 
 def test_a_repeat_whose_rows_stand_in_another_order_is_the_same() -> None:
@@ -1070,6 +1074,7 @@ def test_an_engine_that_says_it_is_not_deterministic_may_differ_within_the_floor
     far = {"step": changed(near["step"], "logits", on_row(13, lambda r: r + np.float32(2e-3)))}
     verdict = judge(CASE, runs, repeats=far)
     assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
+    assert "differs from itself by more than the noise (first at position 13)" in verdict.found
 
 
 REPEATS: dict[str, tuple[dict[str, Trace], str]] = {

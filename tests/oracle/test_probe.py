@@ -256,7 +256,7 @@ def test_the_estimate_has_the_probe(model):
     question = ask(model, **ASKED)
     assert question.estimate().startswith("oracle: 7 tokens, about 8 s and ")
     both = question.estimate(question.probed())
-    assert both.startswith("oracle: 7 and a probe of 128 tokens, about 8 s and ")
+    assert both.startswith("oracle: 7 tokens and a probe of 128 tokens, about 8 s and ")
 
 
 def test_longrope_has_no_probe_where_its_chunks_would_lie_on_both_sides(tmp_path):
