@@ -275,6 +275,22 @@ def without_array(file: str, name: str) -> Callable[[Forged], None]:
     )
 
 
+def without_cache(f: Forged) -> None:
+    """Neither in the truth nor in the floors."""
+
+    def bare(arrays: dict[str, Array]) -> None:
+        for kind in ("keys", "values"):
+            arrays[kind] = arrays[kind][:, :0, :0]
+
+    f.floors(bare)
+    f.run(
+        "truth.safetensors",
+        lambda t: dataclasses.replace(
+            t, arrays={key: of for key, of in t.arrays.items() if not key.startswith("kv/")}
+        ),
+    )
+
+
 def says_of_pool(**changes: Any) -> Callable[[Forged], None]:
     """Both the floors and the manifest."""
 
@@ -347,6 +363,14 @@ STRUCTURE: dict[str, tuple[Callable[[Forged], None], str]] = {
     "no values of one layer of the truth": (
         without_array("truth.safetensors", "kv/a/002/values"),
         "truth.safetensors: kv/a/00",
+    ),
+    "no keys and values of the truth": (
+        without_cache,
+        "truth.safetensors: holds no keys and values, expected those of every layer",
+    ),
+    "a longer sum": (
+        says_of_pool(widest=10**6),
+        "the sequential member added up rows of 1000000, expected ",
     ),
     "more distinct members": (says_of_pool(distinct=7), "7 members are distinct, expected 5"),
     "fewer distinct members": (says_of_pool(distinct=3), "3 members are distinct, expected 5"),
