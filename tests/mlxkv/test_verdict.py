@@ -1078,7 +1078,10 @@ REPEATS: dict[str, tuple[dict[str, Trace], str]] = {
         },
         "is in one of the two runs only",
     ),
-    "the run itself": ({"step": RUNS["step"]}, "says that it is followed for time 1, expected a later"),
+    "the run itself": (
+        {"step": RUNS["step"]},
+        "says that it is followed for time 1, expected a later",
+    ),
     "another version": (
         {"step": replace(again()["step"], meta=replace(again()["step"].meta, engine_version="2"))},
         "the repeat is of port 2, expected port 1.0",
