@@ -7,6 +7,7 @@ nothing is excused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,7 +40,7 @@ def cache_gates(
     case, largest, sound = yardstick.case, yardstick.cache_largest, _passed(others)
     why, odd = _unread(yardstick, cached, sound=sound)
     if cached is None or largest is None or why is not None:
-        gates = [gate for kind in KINDS for gate in _left_out(case, kind, f"not run: {why}")]
+        gates = [gate for kind in KINDS for gate in _no_value(case, kind, f"not run: {why}")]
         return gates, odd, []
     floors, gates, notes = cache_floors(case, largest), list[Gate](), list[str]()
     for kind, floor in zip(KINDS, floors, strict=True):
@@ -90,7 +91,8 @@ def _algebra_laid_out(case: Case, cached: Trace, largest: Floats) -> Gate:
     for kind in KINDS:
         undo, note = layout.undoing(cached, case.truth, kind)
         if undo is None:
-            return not_run(name, case.cached, limits.ALGEBRA, f"not compared: {note}")
+            why = f"not compared: {note}" if layout.finite(cached, case.truth, kind) else None
+            return Gate(name, case.cached, math.nan, limits.ALGEBRA, reason=why)
         found.append(measure.kind_errors(cached, case.truth, kind, undo)[1])
     return _in_cache(case, name, np.stack(found) / largest, limits.ALGEBRA)
 
@@ -106,8 +108,10 @@ def _kind_gates(
         if not sound or not any(gate.failed for gate in gates):
             return gates, []
     undo, note = layout.undoing(cached, case.truth, kind)
+    if undo is None and not layout.finite(cached, case.truth, kind):
+        return gates or _no_value(case, kind, None), []
     if undo is None:
-        return _left_out(case, kind, f"not compared: {note}"), []
+        return _no_value(case, kind, f"not compared: {note}"), []
     if not note:
         return gates, []
     rms, _ = measure.kind_errors(cached, case.truth, kind, undo)
@@ -149,10 +153,10 @@ def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
     ]
 
 
-def _left_out(case: Case, kind: Kind, why: str) -> list[Gate]:
-    """The gates on keys, or on values, that did not run."""
+def _no_value(case: Case, kind: Kind, why: str | None) -> list[Gate]:
+    """The gates on keys, or on values, that did not run; failed ones where there is no `why`."""
     pairs = zip(_OF_KIND[kind], _LIMITS, strict=True)
-    return [not_run(name, case.cached, limit, why) for name, limit in pairs]
+    return [Gate(name, case.cached, math.nan, limit, reason=why) for name, limit in pairs]
 
 
 def _over_rows(case: Case, name: GateName, ratios: Floats, over_n: Floats, limit: float) -> Gate:

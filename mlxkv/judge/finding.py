@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mlxkv.judge import layout
 from mlxkv.judge.case import CACHE
+from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.measure import Bools, beside, blocks, rows_of
-from mlxkv.judge.result import GateName
+from mlxkv.judge.result import Gate, GateName
 from mlxkv.judge.sequence import Judged
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -48,15 +50,27 @@ def _not_finite(one: Judged) -> str:
 
 
 def _not_finite_cache(one: Judged) -> str:
-    for kind, name in (("keys", GateName.KEYS_WORST), ("values", GateName.VALUES_WORST)):
+    for kind, name in zip(KINDS, (GateName.KEYS_WORST, GateName.VALUES_WORST), strict=True):
         for gate in one.gates:
             if gate.name == name and gate.failed and not math.isfinite(gate.value):
-                pair = one.runs[gate.plan].kv(CACHE, gate.layer or 0)
-                row = pair[kind == "values"][gate.head, gate.position] if pair else np.array([])
-                where = f"position {gate.position}, layer {gate.layer}, head {gate.head}"
-                of = _plans(one, [gate.plan])
+                run, of = one.runs[gate.plan], _plans(one, [gate.plan])
+                row, where = _row(layout.as_truth(run, one.case.truth), kind, gate)
                 return f"the {kind} of {where} are {_kind(row)} in the cache of {of}"
     return ""
+
+
+def _row(run: Trace, kind: Kind, gate: Gate) -> tuple[Array, str]:
+    """The row of a cache, laid out as the truth's, that a gate names, and its place.
+
+    All rows where it names none, as of a cache whose layout is not known.
+    """
+    if gate.position is None:
+        held = [a for n, a in run.arrays.items() if n.startswith("kv/") and n.endswith(kind)]
+        return np.concatenate([array.ravel() for array in held]), "some positions"
+    pair = run.kv(CACHE, gate.layer or 0)
+    assert pair is not None
+    where = f"position {gate.position}, layer {gate.layer}, head {gate.head}"
+    return pair[kind == "values"][gate.head, gate.position], where
 
 
 def _kind(row: Array) -> str:

@@ -2,8 +2,8 @@
 
 Made at judging, from the raw errors of the pool's members, so that a member can be held out and
 judged by the others. One position's error is a single draw and may be small by luck, so the floor
-of a position also looks at those within `NEAR` of it. No floor is below one unit in the last place
-of what is measured.
+of a position also looks at those within `noise.NEAR` of it. No floor is below one unit in the last
+place of what is measured.
 
 One member's norms add up a row strictly one number after another, as MLX does on a CPU. In wide
 rows of few bits such roundings do not cancel: at a width of 2048, with weights of bfloat16, keys of
@@ -37,10 +37,8 @@ import numpy as np
 
 from mlxkv.judge.case import Case
 from mlxkv.judge.measure import Array, Floats, Measures, TruthRows, ulp
+from oracle.formats.noise import windows
 from oracle.formats.run_folder import SEQUENTIAL, ordinary
-
-NEAR = 8
-"""Positions on either side: a window of 17 rows over 5 runs settles an rms to some 10 %."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +63,7 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     pool = _pooled(case, "rms", _near, at, without)
     peak = _pooled(case, "peak", _near_max, at, without)
     shift = _pooled(case, "shift", _near, at, without)
-    apart = np.maximum(
-        _near_rms(cached, at), _pooled(case, "rms", _near, at, without or SEQUENTIAL)
-    )
+    apart = np.maximum(near_rms(cached, at), _pooled(case, "rms", _near, at, without or SEQUENTIAL))
     return Floors(
         rms=np.maximum(pool, least),
         pool=pool,
@@ -120,28 +116,18 @@ def _pooled(
 
 def _near(errors: Floats, at: Array) -> Floats:
     """The rms over members, at the position itself or near it, whichever is larger."""
-    return np.maximum(_rms(errors), _near_rms(errors, at))
+    return np.maximum(_rms(errors), near_rms(errors, at))
 
 
 def _rms(errors: Floats) -> Floats:
     return np.asarray(np.sqrt(np.mean(errors * errors, axis=0)))
 
 
-def _near_rms(errors: Floats, at: Array) -> Floats:
+def near_rms(errors: Floats, at: Array) -> Floats:
     """Over the members and the positions near each; the last axis is that of the positions `at`."""
     squares, counts = np.mean(errors * errors, axis=0), np.ones(len(at))
-    return np.asarray(np.sqrt(_windows(squares, at).sum(-1) / _windows(counts, at).sum(-1)))
+    return np.asarray(np.sqrt(windows(squares, at).sum(-1) / windows(counts, at).sum(-1)))
 
 
 def _near_max(peaks: Floats, at: Array) -> Floats:
-    return np.asarray(_windows(np.abs(peaks).max(0), at).max(-1))
-
-
-def _windows(values: Floats, at: Array) -> Floats:
-    """(..., rows) -> (..., rows, 2 NEAR + 1): what stands at the positions near each of `at`, zeros
-    where nothing does.
-    """
-    laid = np.zeros((*values.shape[:-1], int(at[-1]) + 1 + 2 * NEAR))
-    laid[..., at + NEAR] = values
-    windows = np.lib.stride_tricks.sliding_window_view(laid, 2 * NEAR + 1, axis=-1)
-    return np.asarray(windows[..., at, :])
+    return np.asarray(windows(np.abs(peaks).max(0), at).max(-1))

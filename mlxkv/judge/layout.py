@@ -124,6 +124,12 @@ def shaped(trace: Trace, truth: Trace, kind: Kind) -> bool:
     return sizes and len({trace.arrays[name].shape for name in names}) == 1
 
 
+def finite(trace: Trace, truth: Trace, kind: Kind) -> bool:
+    """Whether every layer's keys or values are numbers: a layout excuses nothing else."""
+    names = [_name(layer, kind) for layer in range(layers(truth))]
+    return all(bool(np.isfinite(trace.arrays[name]).all()) for name in names)
+
+
 def undoing(trace: Trace, truth: Trace, kind: Kind) -> tuple[Callable[[Array], Array] | None, str]:
     """What gives a layer's stored array as the truth has it, and words for how it was stored.
 
@@ -161,6 +167,8 @@ def find(trace: Trace, truth: Trace, kind: Kind) -> Layout | None:
     for way in _ways(kind, at):
         for layout, x in at.variants(way):
             wrongs[layout] = at.errors(x)
+    if not wrongs:
+        return None  # no order of the axes has this shape
     best = np.minimum.reduce(list(wrongs.values()))
 
     def fits(layout: Layout) -> tuple[int, int]:

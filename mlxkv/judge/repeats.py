@@ -45,9 +45,13 @@ def _deterministic(trace: Trace) -> bool:
 
 
 def _apart(first: Trace, again: Trace) -> list[str]:
-    """Why two runs have no distance: another engine, rows or keys and values that one lacks."""
-    if first.meta.engine != again.meta.engine:
-        return [f"the repeat is of {again.meta.engine}, expected {first.meta.engine}"]
+    """Why two runs have no distance: another engine, the same run, or what one lacks."""
+    engines = [f"{t.meta.engine} {t.meta.engine_version}".strip() for t in (again, first)]
+    if engines[0] != engines[1]:
+        return [f"the repeat is of {engines[0]}, expected {engines[1]}"]
+    if again.meta.repeat <= first.meta.repeat:
+        what = f"the repeat says that it is followed for time {again.meta.repeat + 1}"
+        return [f"{what}, expected a later one than the first run"]
     if set(first.positions.tolist()) != set(again.positions.tolist()):
         return ["the repeat has rows of other positions than the first run"]
     names = [{name for name in trace.arrays if name.startswith("kv/")} for trace in (first, again)]

@@ -114,6 +114,7 @@ def reasons(
         elif name not in WITHOUT_REFERENCE:
             odd.append(f"oracle folder: no {reference(name)}, expected one for each plan")
     # Of a pool of other members no floor has the right shape.
+    odd += list(_of_sums(measure, pool))
     return odd + (list(_of_pool(manifest, pool)) or list(_of_floors(measure, pool, floors)))
 
 
@@ -195,6 +196,8 @@ def _of_cache(manifest: Manifest, run: Trace, of: Trace) -> Iterator[str]:
     found, wanted = _cache(run), _cache(of)
     layers, n = len(wanted) // 2, len(manifest.tokens)
     heads, _, width = _shape(wanted)
+    if not wanted and not (of.meta.no_cache and not manifest.has_truth):
+        yield "holds no keys and values, expected those of every layer"
     names = {f"kv/a/{i:03d}/{kind}" for i in range(layers) for kind in ("keys", "values")}
     for name in sorted((names ^ {*found}) if wanted else ()):
         yield f"{name} is {'missing' if name in names else 'one too many'} of {layers} layers"
@@ -230,6 +233,14 @@ def _of_pool(manifest: Manifest, pool: Pool) -> Iterator[str]:
     if not manifest.has_truth and pool.distinct < 2:
         what = f"{pool.distinct} bitwise distinct members, expected 2 or more"
         yield f"{FLOORS}: {what}, as there is no truth to measure them by"
+
+
+def _of_sums(measure: Trace, pool: Pool) -> Iterator[str]:
+    """Whether the sequential member's rows, by whose length it may read more, are the model's."""
+    hidden = measure.arrays.get("tap/000/hidden")
+    if hidden is not None and pool.widest != hidden.shape[-1]:
+        what = f"the sequential member added up rows of {pool.widest}"
+        yield f"{FLOORS}: {what}, expected {hidden.shape[-1]} as hidden states have"
 
 
 def _of_floors(measure: Trace, pool: Pool, floors: Mapping[str, Array]) -> list[str]:

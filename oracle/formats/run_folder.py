@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def probe_of(folder: Path, manifest: Manifest) -> Path | None:
-    """The probe in a run folder, once it is found to be of the same weights and dtype.
+    """The probe in a run folder, once it is found to be of the same model and dtype.
 
     None where there is none.
     """
@@ -204,6 +204,12 @@ def probe_of(folder: Path, manifest: Manifest) -> Path | None:
         if (found := getattr(probe, name)) != wanted:
             what = f"{name} is {brief(found)}, expected {brief(wanted)} as beside its run folder"
             raise Refusal(what, where=path / "manifest.json", remedy=_COPY)
+    its, wanted = (read_floors(of / FLOORS)[0].widest for of in (path, folder))
+    if its != wanted:
+        what = (
+            f"the sequential member added up rows of {its}, expected {wanted} as in its run folder"
+        )
+        raise Refusal(what, where=path / FLOORS, remedy=_COPY)
     return path
 
 

@@ -377,6 +377,50 @@ def test_nan_in_another_layout_differs() -> None:
     assert (verdict.outcome, len(said(verdict))) == ("differ", 1)
 
 
+OTHERS: dict[str, Stored] = {"usual": np.array, "transposed": lambda a: a.swapaxes(0, 1)}
+
+
+@pytest.mark.parametrize("of", OTHERS)
+@pytest.mark.parametrize("rows", [N, N - 4])
+def test_a_cache_of_no_numbers_is_no_other_layout(rows: int, of: str) -> None:
+    """No layout fits it, which is excused of numbers alone."""
+
+    def broken(array: Array) -> Array:
+        array[:, :rows] = np.nan
+        return OTHERS[of](array)
+
+    case = CASES["gqa", "float32"]
+    verdict = judge(case, stored(case, keys=broken))
+    assert verdict.outcome == "differ"
+    assert any(failed for _, failed, _ in gates(verdict, "keys"))
+    assert verdict.found.startswith("the keys of ")
+    assert verdict.found.endswith(" are NaN in the cache of plan step")
+    exact = make_algebra(case)
+    for layer in range(LAYERS):
+        exact["step"] = changed(exact["step"], f"kv/a/{layer:03d}/keys", broken)
+    (gate,) = [g for g in judge(case, {}, algebra=exact).gates if g.name == "algebra, cache"]
+    assert (gate.ran, gate.failed) == (True, True)
+
+
+def test_a_number_that_is_none_is_named_by_its_place_in_the_truths_layout() -> None:
+    def broken(array: Array) -> Array:
+        array[1, 20, 3] = np.nan
+        return array.swapaxes(0, 1)
+
+    case = CASES["gqa", "float32"]
+    verdict = judge(case, stored(case, values=broken))
+    what = "the values of position 20, layer 0, head 1 are NaN in the cache of plan step"
+    assert (verdict.outcome, verdict.found) == ("differ", what)
+
+
+def test_a_shape_that_no_order_of_axes_gives_is_not_judged() -> None:
+    case = CASES["gqa", "float32"]
+    verdict = judge(case, stored(case, keys=lambda a: a.reshape(3, N, -1)))
+    assert (verdict.outcome, verdict.scopes) == ("agree", ("logits",))
+    reason = "not compared: keys laid out in another way, or wrong: not judged"
+    assert gates(verdict, "keys") == [(False, False, reason)] * 3
+
+
 def test_a_folder_without_the_angles_cannot_know_keys_before_rope() -> None:
     case = CASES["gqa", "float32"]
     arrays = {k: a for k, a in case.truth.arrays.items() if not k.startswith("rope/")}

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
+from synthetic import make_probe
 
 from mlxkv.commands.compare import ask
 from mlxkv.engines import port
@@ -275,6 +276,22 @@ def without_array(file: str, name: str) -> Callable[[Forged], None]:
     )
 
 
+def without_cache(f: Forged) -> None:
+    """Neither in the truth nor in the floors."""
+
+    def bare(arrays: dict[str, Array]) -> None:
+        for kind in ("keys", "values"):
+            arrays[kind] = arrays[kind][:, :0, :0]
+
+    f.floors(bare)
+    f.run(
+        "truth.safetensors",
+        lambda t: dataclasses.replace(
+            t, arrays={key: of for key, of in t.arrays.items() if not key.startswith("kv/")}
+        ),
+    )
+
+
 def says_of_pool(**changes: Any) -> Callable[[Forged], None]:
     """Both the floors and the manifest."""
 
@@ -347,6 +364,14 @@ STRUCTURE: dict[str, tuple[Callable[[Forged], None], str]] = {
     "no values of one layer of the truth": (
         without_array("truth.safetensors", "kv/a/002/values"),
         "truth.safetensors: kv/a/00",
+    ),
+    "no keys and values of the truth": (
+        without_cache,
+        "truth.safetensors: holds no keys and values, expected those of every layer",
+    ),
+    "a longer sum": (
+        says_of_pool(widest=10**6),
+        "the sequential member added up rows of 1000000, expected ",
     ),
     "more distinct members": (says_of_pool(distinct=7), "7 members are distinct, expected 5"),
     "fewer distinct members": (says_of_pool(distinct=3), "3 members are distinct, expected 5"),
@@ -448,3 +473,26 @@ def test_the_honest_folder_passes_both(forged: Forged, model_of: Callable[..., L
 def test_a_check_that_is_no_number_does_not_pass() -> None:
     assert noise.Check("a", "b", 1.0, 1.0).passed
     assert not noise.Check("a", "b", float("nan"), 1.0).passed
+
+
+def test_an_error_is_bounded_by_those_at_positions_near_it_not_in_rows_near_it() -> None:
+    """The probe keeps a sample of rows: its last ladder's steps are further apart than NEAR."""
+    case = make_probe().case
+    kept = [name for name in case.pool.members if name != SEQUENTIAL]
+    row = next(
+        i for i, gap in enumerate(np.diff(case.truth.positions)) if gap > noise.NEAR and i > 0
+    )
+    rms = np.array(case.floors["rms"])
+    rms[:, row + 1 :] *= 50
+    rms[-1, row] *= 50
+    largest = float(np.abs(case.truth.logits).max())
+    _, beside, _ = noise.checks(
+        case.manifest,
+        case.pool,
+        dict(case.floors) | {"rms": rms},
+        {name: {} for name in kept},
+        largest=largest,
+        positions=case.truth.positions,
+    )
+    assert not beside.passed
+    assert beside.name == f"{SEQUENTIAL} beside them"

@@ -910,7 +910,7 @@ def test_what_was_not_exercised_is_listed() -> None:
         "repeats: no call was made twice, so results that change were not looked for",
         "the probe: left out, so a long sequence, and ids that span the vocabulary, were not tried",
     )
-    assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats={"step": RUNS["step"]}).unseen == (
+    assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats=again()).unseen == (
         "positions beyond 299: rows, masks and RoPE that go wrong there, as at 512, were not seen; "
         "give --tokens with more",
         "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens; at most 5 "
@@ -920,7 +920,8 @@ def test_what_was_not_exercised_is_listed() -> None:
         "repeats of 64 of 84 calls: 20 were made twice, and a fault that comes and goes shows in "
         "those only",
     )
-    every = judge(CASE, RUNS, repeats=RUNS).unseen
+    twice = {plan: replace(t, meta=replace(t.meta, repeat=1)) for plan, t in RUNS.items()}
+    every = judge(CASE, RUNS, repeats=twice).unseen
     assert "further repeats: each of 71 calls was made twice" in every
 
 
@@ -1085,6 +1086,14 @@ REPEATS: dict[str, tuple[dict[str, Trace], str]] = {
             for name, t in without_cache(again()).items()
         },
         "is in one of the two runs only",
+    ),
+    "the run itself": (
+        {"step": RUNS["step"]},
+        "says that it is followed for time 1, expected a later",
+    ),
+    "another version": (
+        {"step": replace(again()["step"], meta=replace(again()["step"].meta, engine_version="2"))},
+        "the repeat is of port 2, expected port 1.0",
     ),
     "another plan": ({"step": RUNS["chunked"]}, "repeat: port trace of plan 'chunked'"),
 }

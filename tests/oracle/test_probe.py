@@ -11,7 +11,7 @@ from folders import refusal
 
 import oracle
 from oracle import folder
-from oracle.formats import disk, plan, run_folder, trace
+from oracle.formats import disk, plan, run_folder, tensors, trace
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
@@ -204,6 +204,24 @@ def test_a_probe_of_another_model_is_refused(copy, changes, says):
     run_folder.write_manifest(copy / "probe", dataclasses.replace(found, **changes))
     line = refusal(folder.check, copy)
     assert line.startswith(f"{copy}/probe/manifest.json: {says}")
+
+
+def test_a_probe_whose_pool_added_up_other_rows_is_refused(copy):
+    path = copy / "probe" / "floors.safetensors"
+    pool, arrays = run_folder.read_floors(path)
+    arrays = {name: np.array(array) for name, array in arrays.items()}
+    with tensors.writer(path, {n: (a.dtype.type, a.shape) for n, a in arrays.items()}) as out:
+        for name, array in arrays.items():
+            out.arrays[name][...] = array
+        out.finish(run_folder.Pool(pool.members, pool.kinds, pool.distinct, 10**6).to_json())
+    found = run_folder.read_manifest(copy)
+    probe = json.loads((copy / "probe" / "manifest.json").read_text())
+    probe["files"]["floors.safetensors"] = disk.sha256(path)
+    (copy / "probe" / "manifest.json").write_text(json.dumps(probe))
+    says = "the sequential member added up rows of 1000000, expected 48 as in its run folder"
+    assert says in refusal(folder.check, copy)
+    with pytest.raises(Refusal, match=says):
+        run_folder.probe_of(copy, found)
 
 
 def test_a_run_folder_may_lose_its_probe(copy):

@@ -22,7 +22,7 @@ from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
 from mlxkv.commands.locate.outside import MEDIAN
 from mlxkv.judge import floors, measure
 from mlxkv.judge.limits import KV_WORST
-from mlxkv.judge.measure import Array, Floats
+from mlxkv.judge.measure import Floats
 from oracle.formats.trace import Trace
 
 # Of the largest logit: an error that a right head does not make of right hidden states.
@@ -125,7 +125,7 @@ def _floor(opened: Opened, truth: Trace, number: int, tap: str) -> Floats | None
         noise = _of_scores(port, largest)
     if noise is None:
         return None
-    near = _near(np.sqrt(np.mean(noise * noise, axis=0)))
+    near = floors.near_rms(noise, np.arange(noise.shape[-1]))
     return np.maximum(near, measure.ulp(largest, opened.run.meta.dtype))
 
 
@@ -133,13 +133,3 @@ def _of_scores(port: Layer, largest: Floats) -> Floats | None:
     """The error that queries and keys hand on: in the run's dtype the port shows no scores."""
     found = [float(e.max()) for tap in ("q_rope", "k_rope") if (e := port.errors(tap)) is not None]
     return np.full(largest.shape, sum(found) * float(largest.max())) if len(found) == 2 else None
-
-
-def _near(noise: Array) -> Floats:
-    """The rms over the positions near each of n."""
-    window = np.ones(2 * floors.NEAR + 1)
-    sums, counts = (
-        np.convolve(values, window)[floors.NEAR : -floors.NEAR]
-        for values in (noise * noise, np.ones_like(noise))
-    )
-    return np.asarray(np.sqrt(np.maximum(sums, 0.0) / counts))
