@@ -76,12 +76,13 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
 
 def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
     """How often a cache was fed: what goes wrong at a later call was not seen."""
-    counts = {True: [0], False: [0]}  # of several tokens, of single ones; by cache
+    chunks, singles = [0], [0]  # by cache
     for feed in (feed for of in feeds for feed in of):
-        for kind in counts.values():
-            kind += [] if feed.held else [0]
-        counts[feed.width > 1][-1] += 1
-    return f"at most {max(counts[True])} of several tokens and {max(counts[False])} single ones in one cache"
+        if not feed.held:
+            chunks.append(0)
+            singles.append(0)
+        (chunks if feed.width > 1 else singles)[-1] += 1
+    return f"at most {max(chunks)} of several tokens and {max(singles)} single ones in one cache"
 
 
 def _after_single(feeds: Sequence[Feed]) -> bool:
