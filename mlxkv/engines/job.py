@@ -130,6 +130,11 @@ def repeated(plans: Iterable[Plan]) -> Plan:
     return max(plans, key=lambda plan: sum(1 for _ in plan.calls()))
 
 
+def longest_first(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """By the tokens of their first calls, so that one is there for those that begin with fewer."""
+    return tuple(sorted(plans, key=lambda plan: -next(plan.calls()).fed))
+
+
 def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
     remedy = "start it again"

@@ -17,7 +17,7 @@ models by 1.03 to 1.26, in half precision by 1.02.
 Cached and uncached runs are each as far off as an ordinary member, so they may be apart by as much.
 Where torch computes both by the same kernels, as most rows of the probe's 250 tokens and 300, they
 are apart by 0.01 to 0.5 of that: a correct engine of 24 layers, whose sums follow the size of a
-call, read 9.0 of CACHED there, and now 1.7.
+call, read 9.0 of CACHED there, and now 1.4.
 
 Where there is no truth, the mean of the pool's n distinct members stands in its place. Each member
 lies nearer to that mean than to the truth, by sqrt(1 - 1/n), so its deviation is widened by the

@@ -76,14 +76,13 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
 
 def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
     """How often a cache was fed: what goes wrong at a later call was not seen."""
-    several, single = [0], [0]  # by cache
+    chunks, singles = [0], [0]  # by cache
     for feed in (feed for of in feeds for feed in of):
         if not feed.held:
-            several.append(0)
-            single.append(0)
-        (several if feed.width > 1 else single)[-1] += 1
-    most = f"at most {max(several)} of several tokens and {max(single)} single ones"
-    return f"{most} in one cache"
+            chunks.append(0)
+            singles.append(0)
+        (chunks if feed.width > 1 else singles)[-1] += 1
+    return f"at most {max(chunks)} of several tokens and {max(singles)} single ones in one cache"
 
 
 def _after_single(feeds: Sequence[Feed]) -> bool:

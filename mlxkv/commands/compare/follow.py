@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxkv.commands.compare.ask import Answers, Request
 from mlxkv.engines import machine, own, process
-from mlxkv.engines.job import Job, repeated
+from mlxkv.engines.job import Job, longest_first, repeated
 from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
@@ -167,6 +167,7 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
     one = replace(one, threads=max(1, (os.cpu_count() or 1) // 2))
     exact = replace(
         one,
+        plans=longest_first(one.plans),
         shared=_SHARED,
         out=out.with_name("float64"),
         dtype="float64",

@@ -209,7 +209,10 @@ class Experiment:
         from mlxkv.engines.port import Begun
 
         plans, begun = self.probe[1] if self.probe is not None else {}, Begun()
-        return {name: self.ports.run(plan, "float64", begun) for name, plan in plans.items()}
+        runs = (
+            self.ports.run(plan, "float64", begun) for plan in job.longest_first(plans.values())
+        )
+        return {run.meta.plan.name: run for run in runs}
 
     def _probed(self, runs: Mapping[str, Trace], exact: Mapping[str, Trace]) -> Probed | None:
         made = self.probe is not None and (runs or exact)
