@@ -67,7 +67,7 @@ def test_a_wrong_llama_fails_with_the_verdict_as_compare_prints_it(
     assert said[0].startswith("model  float32  mlx 0.") or said[0].startswith(
         "gqa  float32  mlx 0."
     ), said[0]
-    assert said[3].split() == ["gate", "plan", "value", "limit", "headroom", "where"]
+    assert said[4].split() == ["gate", "plan", "value", "limit", "headroom", "where"]
     assert said[-1].startswith("differ (logits, cache): first wrong position 1 (plan ")
     assert "; gates: sigma, worst position, " in said[-1]
 
