@@ -213,15 +213,14 @@ def _tapped(runs: Runs, case: Case, plan: str, room: Path) -> tuple[Trace, Trace
 def _asked(runs: Runs, plan: str, out: Path, *, dtype: str) -> job.Job:
     """One plan with every tap, on the model that was run."""
     out.mkdir(exist_ok=True)
-    return job.Job(
-        folder=str(runs.checkpoint.folder),
-        plans=(read_plans(runs.folder, runs.case.manifest)[plan],),
-        out=out,
+    return job.Job.on(
+        runs.checkpoint,
+        [read_plans(runs.folder, runs.case.manifest)[plan]],
+        out,
         dtype=dtype,
         weights_dtype=runs.case.manifest.dtype,
         device=runs.arithmetic[0].meta.device,
         taps=TAPS,
-        ignore_keys=runs.checkpoint.without,
     )
 
 
