@@ -327,6 +327,12 @@ def judged_plans(
     return plans
 
 
+def prompt_calls(plan: Plan, length: int, prompt: int) -> list[int]:
+    """The sizes of a plan's calls but the singles after the prompt, over `length` tokens."""
+    sizes = [call.fed for call in plan.calls()]
+    return sizes[: len(sizes) - (length - prompt)]
+
+
 def left_out(length: int, *, prompt: int, original: int | None = None) -> dict[str, str]:
     """The judged plans that a sequence cannot have, and why not.
 

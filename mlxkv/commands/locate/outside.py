@@ -71,7 +71,7 @@ def strip(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Strip | No
 
 
 def _strip(held: Held) -> Strip:
-    by_position = tuple(_finite(layer) for layer in held.ratios.max((0, 2)))
+    by_position = tuple(finite(layer) for layer in held.ratios.max((0, 2)))
     return Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
 
 
@@ -224,5 +224,6 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     return replace(base, hint=f"{within}: behind those of the last: {also}; or {hints.HEAD}")
 
 
-def _finite(values: Floats) -> tuple[float | None, ...]:
+def finite(values: Floats) -> tuple[float | None, ...]:
+    """Plain numbers, None for what is none."""
     return tuple(plain(values.tolist()))
