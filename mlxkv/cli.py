@@ -101,10 +101,10 @@ _run = options(
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
-    option("--quick", "Leave out the probe: 300 ids that span the vocabulary.", is_flag=True),
+    option("--quick", "Leave out the probe: up to 300 ids that span the vocabulary.", is_flag=True),
     option(
         "--candidate",
-        "A trace of a third engine, to be treated in the same way and shown beside.",
+        "A trace of a third engine, to be judged beside (may be given again).",
         into="candidates",
         type=FOLDER,
         multiple=True,

@@ -69,7 +69,7 @@ def cli() -> None:
 @option(
     "--prompt-tokens",
     "With --steps 0: how many of --tokens are the prompt  [default: all]",
-    type=Whole(),
+    type=Whole(1),
 )
 @option("--steps", "Greedy tokens after the prompt.", type=Whole(0), default=20)
 @option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(whole))
@@ -89,7 +89,7 @@ def run(
 ) -> None:
     """Make a run folder for MODEL: a folder, a Hub id, a GGUF file, or nothing for the default.
 
-    The probe, 300 ids that span the vocabulary, is made beside it: it is the same for every prompt.
+    The probe, up to 300 ids that span the vocabulary, is made beside it, the same for every prompt.
     """
     sources: dict[str, object] = {"--prompt": making["prompt"], "--prompt-file": prompt_file}
     sources["--tokens"] = making["tokens"]
@@ -130,7 +130,7 @@ def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed
 @_model
 @option(
     "--plan",
-    "A plan to follow; may be given again.",
+    "A plan to follow (may be given again).",
     into="plan_files",
     type=_PATH,
     multiple=True,

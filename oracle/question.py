@@ -171,9 +171,12 @@ class Question(Inputs):
         asked = [self, *others]
         seconds = _round(_IMPORTS + sum(one._seconds() for one in asked))
         megabytes = _round(sum(one._bytes() for one in asked) / 1e6)
-        named = [f"{'a probe of ' if one.probe else ''}{one.length}" for one in asked]
-        what = f"{' and '.join(named)} tokens, about {seconds} s and {megabytes} MB on disk"
-        return f"oracle: {what}"
+        what = " and ".join(one._named() for one in asked)
+        return f"oracle: {what}, about {seconds} s and {megabytes} MB on disk"
+
+    def _named(self) -> str:
+        tokens = f"{self.length} token{'s' * (self.length != 1)}"
+        return f"a probe of {tokens}" if self.probe else tokens
 
     def _seconds(self) -> float:
         size = sum(math.prod(shape) for shape in self.config.shapes().values())

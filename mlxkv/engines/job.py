@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Job:
     """Plans to follow on the model in `folder`; one trace per plan is written into `out`.
 
-    Those named in `repeat` are followed once more after all, with a trace of their own. `threads`
+    Those named in `repeat` are followed once more after all, with a trace of their own. Of those
+    in `shared` one may take its first call from a longer one of another (the port only). `threads`
     are those of the BLAS, None for one per core. `caches` says by a plan's name which other cache
     it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has its size
     behind a colon), or on the port one of another dtype. `masks` keeps the port's masks. `custom`
@@ -52,6 +53,7 @@ class Job:
     ignore_keys: tuple[str, ...] = ()
     custom: str = ""
     repeat: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @classmethod
     def on(

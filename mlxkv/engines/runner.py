@@ -122,6 +122,10 @@ class PlanRunner(ABC):
         In float32 or float64.
         """
 
+    def says(self) -> dict[str, Any]:
+        """What the trace's environment must say of this run alone."""
+        return {}
+
     @abstractmethod
     def nothing(self) -> Array:
         """The rows of no call at all: (0, V)."""
@@ -233,8 +237,9 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             runner, meta = begin(plan)
             runner.run(advance)
             seconds += runner.seconds
+            environment = dict(meta.environment) | runner.says()
             made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
-            write(path, made, runner.arrays())
+            write(path, replace(made, environment=environment), runner.arrays())
     job.write_seconds(seconds)
 
 

@@ -174,15 +174,22 @@ def _sigma(rms: Floats, run: Measures, floors: Floors) -> float:
 
 
 def _nearest(run: Trace, measured: Measures, suspects: Suspects, floors: Floors) -> Cause | None:
-    """The suspect that explains the run; it must leave half of the difference at most."""
+    """The suspect that explains the run; it must leave half of the difference at most.
+
+    What is not finite is no size of an error, so nothing is half of it.
+    """
     least, right = None, _sigma(measured.rms, measured, floors)
+    if not np.isfinite(right):
+        return None
     for suspect in suspects.listed:
         if suspect.plan not in ("", run.meta.plan.name):
             continue
         sigma = _sigma(_left(run, measured, suspect, suspects.columns), measured, floors)
         limit = max(SIGMA, ROUGH * right) if suspect.rough else SIGMA
         if sigma <= min(limit, right / 2) and (least is None or sigma < least.sigma):
-            least = Cause(suspect.name, suspect.words, sigma)
+            where = f" in plan {suspect.plan}" if suspect.plan else ""
+            against = f"a truth with that mistake{where}"
+            least = Cause(suspect.name, suspect.words, sigma, against)
     return least
 
 

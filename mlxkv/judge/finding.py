@@ -1,6 +1,6 @@
-"""What a wrong run shows of itself, in words: numbers that are none, and too few digits.
+"""What a wrong run shows of itself, in words: no numbers, changing ones, too few digits.
 
-Both are read off the trace's own numbers, so that they are known whatever the cause is.
+All are read off the traces' own numbers, so that they are known whatever the cause is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DISTINCT = 4
 
 def finding(sequences: Sequence[Judged]) -> str:
     """The first that applies, "" if none: a clause without a full stop."""
-    for look in (_not_finite, _not_finite_cache, _coarse_logits, _coarse_cache):
+    for look in (_not_finite, _not_finite_cache, _changing, _coarse_logits, _coarse_cache):
         for one in sequences:
             if words := look(one):
                 return words
@@ -75,6 +75,15 @@ def _row(run: Trace, kind: Kind, gate: Gate) -> tuple[Array, str]:
 
 def _kind(row: Array) -> str:
     return "NaN" if np.isnan(row).any() else "infinite"
+
+
+def _changing(one: Judged) -> str:
+    """What a plan that was followed twice says; where it failed nothing else need be the cause."""
+    for gate in (g for g in one.gates if g.name == GateName.REPEAT and g.failed):
+        how = "" if gate.limit == 0 else " by more than the noise"
+        what = f"{_plans(one, [gate.plan])}, followed twice, differs from itself{how}"
+        return f"results change from run to run: {what} (first at position {gate.first})"
+    return ""
 
 
 def _coarse_logits(one: Judged) -> str:

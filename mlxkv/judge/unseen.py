@@ -14,12 +14,16 @@ from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
 from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import PROBE_LENGTH, Feed, Plan, left_out
-from oracle.formats.trace import Trace
+from oracle.formats.trace import SHARED, Trace
 
 NOTHING = ("everything: nothing was compared",)
 _BUFFER = 256
 """Caches grow by blocks of so many rows, and windows, tables and RoPE's switches are multiples."""
 _MOST = 8
+_LIFE = (
+    "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of the "
+    "port and of mlx-lm"
+)
 
 
 def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str]:
@@ -30,7 +34,7 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
     plans = [t.meta.plan for one in sequences for t in (one.runs or one.exact).values()]
     lines = [_positions(sequences, probe), _ids(sequences, main.case.truth.logits.shape[1])]
     lines += [*_shapes(plans), _absent_plan(main), *_rows(sequences)]
-    lines += ["batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them"]
+    lines += [_LIFE]
     lines += [_repeats(sequences)]
     lines += [f"the probe: {why_no_probe}"] if probe is None else _of_probe(probe)
     return [line for line in lines if line]
@@ -66,8 +70,20 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
     absent = [kind for kind, tried in kinds.items() if not tried]
     sizes = sorted({feed.width for of in feeds for feed in of})
     some = [str(size) for size in sizes[:_MOST]] + ([f"up to {sizes[-1]}"] * (len(sizes) > _MOST))
-    made = f"calls of other sizes: those made have {', '.join(some)} tokens"
+    made = f"calls of other sizes: those made have {', '.join(some)} tokens; {_longest(feeds)}"
     return [made, *([f"{', '.join(absent)}: no plan compared has such calls"] if absent else [])]
+
+
+def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
+    """How often a cache was fed: what goes wrong at a later call was not seen."""
+    several, single = [0], [0]  # by cache
+    for feed in (feed for of in feeds for feed in of):
+        if not feed.held:
+            several.append(0)
+            single.append(0)
+        (several if feed.width > 1 else single)[-1] += 1
+    most = f"at most {max(several)} of several tokens and {max(single)} single ones"
+    return f"{most} in one cache"
 
 
 def _after_single(feeds: Sequence[Feed]) -> bool:
@@ -124,7 +140,9 @@ def _of_probe(probe: Judged) -> Iterable[str]:
             yield f"plan {probe.shown(plan)}: no usable trace of it"
         elif probe.exact and plan not in probe.exact:
             other = " and ".join(probe.exact)
-            yield f"plan {probe.shown(plan)} in float64: {other} has the same tokens there"
+            yield f"{probe.shown(plan)} in float64: {other} feeds the same tokens there"
+        elif plan in probe.exact and SHARED in probe.exact[plan].meta.environment:
+            yield f"the first call of {probe.shown(plan)} in float64: another plan's serves for it"
     whys = dict.fromkeys(g.reason for g in probe.gates if g.reason and g.scope == "cache")
     for why in whys:
         yield f"the probe's cache: {why.removeprefix('not run: ')}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mlxkv.judge.delta import Figures, Pair
 from mlxkv.judge.result import Control, Verdict
-from mlxkv.report.text import environment_rows, number, power, quoted
+from mlxkv.report.text import environment_rows, number, power, quoted, several
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Meta
 
@@ -102,10 +102,18 @@ def cause(verdict: Verdict) -> str | None:
     return f"looks like {found.words} ({against})"
 
 
-def controls(verdict: Verdict) -> str:
-    """What became of the controls, and how much the pool is worth."""
-    members = f"{verdict.distinct} distinct pool members"
-    return "; ".join([*map(_control, verdict.controls), members])
+def controls(verdict: Verdict, *, most: int | None = None) -> str:
+    """What became of the controls, and how much the pool is worth.
+
+    Beyond the first `most`, those that passed are only counted.
+    """
+    every = verdict.controls
+    shown = [c for i, c in enumerate(every) if most is None or i < most or not c.passed]
+    passed = len(every) - len(shown)
+    more = [f"{passed} more passed"] if passed else []
+    return "; ".join(
+        [*map(_control, shown), *more, several(verdict.distinct, "distinct pool member")]
+    )
 
 
 def _control(control: Control) -> str:
@@ -131,13 +139,15 @@ def prompt(manifest: Manifest) -> str:
         return quoted(manifest.prompt)
     if manifest.texts:
         return quoted("".join(manifest.texts[: manifest.prompt_tokens]))
-    return f"{manifest.prompt_tokens} ids"
+    return several(manifest.prompt_tokens, "id")
 
 
 def proofs(manifest: Manifest) -> tuple[str, str]:
     """What the folder measures by, and how well that is proved."""
     if manifest.has_truth:
-        plans = " = ".join(name for name in ("step", "full", "chunked") if name in manifest.plans)
+        plans = " = ".join(
+            name for name in ("step", "full", "chunked", "mixed") if name in manifest.plans
+        )
         agreement = _measured(manifest, "truth_agreement", f"{plans} to ", "agreement ")
         double = _measured(manifest, "transformers_double", "transformers within ", "transformers ")
         return "truth", f"{agreement}, {double}"

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from mlxkv.judge.result import Verdict
 from mlxkv.report import phrases
 from mlxkv.report.phrases import Side
-from mlxkv.report.text import clip, columns, gate_cells
+from mlxkv.report.text import clip, columns, gate_cells, several, wrapped
 from oracle.formats.run_folder import Manifest
 
 _PAIRS = ("plan", "max |d|", "first", "last", "rms", "top-1")
 _BESIDE = "(against transformers, as on the page)"
 _MOST_PROMPT = 42
+_MOST_CONTROLS = 2
+"""Whose readings are shown where all passed: the run held out, and the one times a factor."""
 
 
 def console(
@@ -25,14 +27,15 @@ def console(
     proofs = ": ".join(phrases.proofs(manifest))
     lines = [
         f"{manifest.title}  {manifest.dtype}  {engines}",
-        f"{len(manifest.tokens)} tokens: {prompt} + {decoded}        {proofs}",
+        f"{several(len(manifest.tokens), 'token')}: {prompt} + {decoded}",
+        proofs,
         "",
         *_tables(verdict),
     ]
     known = "also" if verdict.outcome == "differ" else "cannot tell"
     lines += [f"{known}: {reason}" for reason in verdict.reasons]
     lines += [f"note: {note}" for note in verdict.notes]
-    lines += [line] if (line := phrases.unseen(verdict)) else []
+    lines += wrapped(unseen) if (unseen := phrases.unseen(verdict)) else []
     lines += [f"hint: {verdict.hint}"] if verdict.hint else []
     return "\n".join([*lines, *_last(verdict, report)]) + "\n"
 
@@ -43,7 +46,8 @@ def _tables(verdict: Verdict) -> list[str]:
         cells = [gate_cells(g) for g in verdict.worst]
         lines += [*columns(phrases.GATES, cells, left={0, 1, 5}), ""]
     if verdict.controls:
-        lines += [f"controls: {phrases.controls(verdict)}", ""]
+        controls = phrases.controls(verdict, most=_MOST_CONTROLS)
+        lines += [*wrapped(f"controls: {controls}"), ""]
     against = [
         [p.a.page_name, *phrases.pair_cells(p), ""]
         for p in (*verdict.tables.cached, *verdict.tables.chunked)

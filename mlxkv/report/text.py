@@ -11,6 +11,7 @@ from typing import Any
 from mlxkv.judge.result import Gate, plain
 
 Row = Sequence[str]
+_WIDTH = 100
 
 
 def pretty(value: Any) -> str:
@@ -34,6 +35,24 @@ def code(text: str) -> str:
 
 def clip(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of at most 100 columns, broken after a semicolon; those after the first indented."""
+    first, *rest = text.split("; ")
+    lines = [first]
+    for clause in rest:
+        if len(f"{lines[-1]}; {clause};") <= _WIDTH:
+            lines[-1] += f"; {clause}"
+        else:
+            lines[-1] += ";"
+            lines.append(f"  {clause}")
+    return lines
+
+
+def several(n: int, what: str) -> str:
+    """As in "1 token" and "2 tokens"."""
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def number(value: float) -> str:

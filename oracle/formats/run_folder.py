@@ -172,7 +172,8 @@ def ordinary(members: Iterable[str]) -> list[str]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished run folder, once every file that it names is found unchanged."""
     path = folder / "manifest.json"
-    remedy = f"make the folder anew with `mlxkv-oracle run --out {folder} --force`"
+    made = "probe" if folder.name == PROBE else "run"
+    remedy = f"make the folder anew with `mlxkv-oracle {made} --out {folder} --force`"
     value = strict_json.read(path, remedy=remedy)
     if isinstance(value, dict) and value.get("format") == _OLD:
         what = f"format is {_OLD!r}, of version 0.1, expected {_FORMAT!r}"

@@ -66,6 +66,11 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return cls(tokens, one_line(error, 1000), kind)
 
 
+SHARED = "first call taken from plan"
+"""The key in a trace's environment that names the plan whose longer first call served for this
+one's too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meta:
     """Where a trace comes from.
@@ -188,4 +193,9 @@ def _meta(value: dict[str, Any], where: str) -> Meta:
         what = f"plan_digest is {brief(digest)}, expected {plan.digest} for its plan"
         raise Refusal(what, where=where, remedy="write the trace again")
     given = {"engine_version": ""} | given | {"plan": plan}
-    return strict_json.typed(given, Meta, where=where, remedy=_REMEDY)
+    meta = strict_json.typed(given, Meta, where=where, remedy=_REMEDY)
+    for name in ("engine", "engine_version", "device"):  # a terminal shows them as they are
+        if not (text := getattr(meta, name)).isprintable():
+            what = f"{name} is {brief(text)}, expected letters that can be printed, on one line"
+            raise Refusal(what, where=where, remedy=_REMEDY)
+    return meta

@@ -51,6 +51,17 @@ def stored(dtype: mx.Dtype) -> Plant:
     return plant
 
 
+def in_steps(at: int) -> Methods:
+    """From ROW on one layer keeps keys and values in steps of 0.02."""
+
+    def write(self: Any, layer: int, cache: Any, keys: mx.array, values: mx.array) -> Any:
+        if layer == at and cache.offset >= ROW:
+            keys, values = (mx.round(a * 50) / 50 for a in (keys, values))
+        return cache.update(keys, values)
+
+    return {"write": write}
+
+
 def heads_swapped(at: int) -> Methods:
     def write(self: Any, layer: int, cache: Any, keys: mx.array, values: mx.array) -> Any:
         return cache.update(*((a[:, ::-1] if layer == at else a) for a in (keys, values)))
@@ -260,6 +271,10 @@ def logits(change: Callable[[mx.array], mx.array]) -> Plant:
         }
 
     return plant
+
+
+def last_is_none(x: mx.array) -> mx.array:
+    return mx.concatenate([x[:, :-1], x[:, -1:] * mx.nan], axis=1)
 
 
 def one_weight(part: str) -> Plant:

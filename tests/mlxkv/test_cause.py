@@ -189,6 +189,8 @@ def test_a_mistake_is_named(known: Callable[..., Known], layout: str, words: str
     found = known(layout).named(**MISTAKES[words])
     assert not isinstance(found, str), found
     assert found.words == words
+    bordered = "call" in words or "mask" in words  # what these do depends on the plan's calls
+    assert (" in plan " in found.against) == bordered
 
 
 @pytest.mark.parametrize(
@@ -478,3 +480,11 @@ def test_a_mistake_that_one_plan_shows_is_seen(known: Callable[..., Known]) -> N
     for listed, unseen in (((full, nothing), ()), ((nothing,), (words,))):
         found = cause.blind(one.case, runs, verdict.gates, replace(suspects, listed=listed))
         assert found == unseen
+
+
+def test_numbers_that_are_none_have_no_usual_cause(known: Callable[..., Known]) -> None:
+    one = known("gqa")
+    runs = one.run(one.engine())
+    for run in runs.values():
+        run.logits[3] = np.nan
+    assert re.fullmatch(r"none of \d+ usual suspects .*", str(one.explained(runs)))

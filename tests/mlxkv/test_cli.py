@@ -71,9 +71,9 @@ def test_a_right_port_agrees_in_every_scope_and_writes_its_report(compared: Path
     assert verdict["scopes"] == ["algebra", "logits", "cache"]
     assert verdict["plans"] == [*ORDER, "probe full", "probe chunked"]
     exact = {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"}
-    assert exact == {*ORDER, "probe chunked"}
+    assert exact == {*ORDER, "probe full", "probe chunked"}
     lanes = [line for line in verdict["not_exercised"] if "float64" in line]
-    assert lanes == ["plan probe full in float64: chunked has the same tokens there"]
+    assert lanes == ["the first call of probe chunked in float64: another plan's serves for it"]
     assert [g["plan"] for g in verdict["gates"] if g["name"] == "repeat"] == ["chunked"]
     assert all(g["ran"] and not g["failed"] for g in verdict["gates"])
     last = (compared / "stdout.txt").read_text().splitlines()[-1]
@@ -325,7 +325,9 @@ def test_a_wrong_candidate_differs_though_the_port_agrees(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "\nagree (algebra, logits, cache)" in done.stdout
-    last = done.stdout.splitlines()[-1]
+    *_, unseen, last = done.stdout.splitlines()
+    assert unseen.endswith("the probe")
+    assert "\ncandle: not exercised: positions beyond " in done.stdout
     assert last.startswith("candle: differ (logits): first wrong position 4 (plan step, sigma); ")
     third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
     assert "the probe: no trace of its plans that could be compared" in third["not_exercised"]
@@ -420,6 +422,11 @@ def test_a_third_engine_is_judged_over_the_probe_if_it_followed_it(
     assert third["plans"] == ["step", "probe full", "probe chunked"]
     judged = mlxkv("judge", answer, *paths, "--json", "--out", tmp_path / "judged")
     assert json.loads(judged.stdout)["plans"] == third["plans"]
+    refused(
+        mlxkv("compare", tiny, "--oracle", answer, "--quick", *given, "--out", out),
+        "probe-reference-full.safetensors: plan digest is ",
+        "its rows are a probe's: give a folder with that probe, and no --quick",
+    )
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from mlxkv.report.text import number, ordered
 from oracle.formats import disk, run_folder
 from oracle.formats import trace as trace_file
 from oracle.formats.errors import Refusal
-from oracle.formats.run_folder import Pool
+from oracle.formats.run_folder import SEQUENTIAL, Pool
 from oracle.formats.tensors import writer
 from oracle.formats.trace import Trace
 
@@ -380,10 +380,17 @@ def test_a_floor_looks_eight_positions_to_either_side() -> None:
     wide = np.where(near, np.sqrt((5 * window + 120) / (5 * window)), 1.0)
     own = np.where(np.arange(N) == 10, np.sqrt((4 + 121) / 5), 0.0)
     np.testing.assert_allclose(floors.shift, np.maximum(own, wide))
-    np.testing.assert_allclose(
-        floors.cached, np.where(near, np.sqrt((2 * window + 24) / (2 * window)), 1.0)
-    )
+    apart = np.where(near, np.sqrt((2 * window + 24) / (2 * window)), 1.0)
+    np.testing.assert_allclose(floors.cached, np.maximum(apart, floors.rms))
     np.testing.assert_allclose(floors.rms, np.maximum(own, wide))
+
+
+def test_a_pool_whose_runs_share_their_kernels_does_not_say_that_others_do() -> None:
+    """Cached and uncached runs of torch may be the same bit for bit; each is off all the same."""
+    truth, same = truth_rows(CASE.truth), np.zeros_like(CASE.floors["cached"])
+    found = logit_floors(replace(CASE, floors=dict(CASE.floors) | {"cached": same}), truth)
+    ordinary = logit_floors(CASE, truth, without=SEQUENTIAL)
+    assert np.array_equal(found.cached, ordinary.rms)
 
 
 def sampled(keep: list[int]) -> Case:
@@ -436,7 +443,9 @@ def test_floors_of_a_sample_look_at_the_rows_within_eight_positions(keep: list[i
         own = {name: max(rms_of(a[:, [i]]) for a in of[name]) for name in ("rms", "shift")}
         shift = max(own["shift"], wide["shift"], ulps[i])
         assert floors.shift[i] == pytest.approx(shift, rel=1e-12, abs=0)
-        assert floors.cached[i] == pytest.approx(max(wide["cached"], ulps[i]), rel=1e-12, abs=0)
+        ordinary = of["rms"][0]
+        apart = max(wide["cached"], rms_of(ordinary[:, near]), rms_of(ordinary[:, [i]]), ulps[i])
+        assert floors.cached[i] == pytest.approx(apart, rel=1e-12, abs=0)
         assert floors.pool[i] == pytest.approx(max(own["rms"], wide["rms"]), rel=1e-12, abs=0)
 
 

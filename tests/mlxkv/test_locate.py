@@ -567,7 +567,7 @@ FAULTS = {
     "the mask lets one future token in": Fault(
         mask(lambda length, start, right: np.roll(right, 1, axis=1) * right),
         *("full", 0, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: at position 0 it lets it see the key of position 1, and any at most 1 ahead",
+        "the mask: position 0 sees the key of position 1, and none sees more than 1 ahead",
     ),
     "the mask hides the token itself from position 1 on": Fault(
         mask(
@@ -578,8 +578,7 @@ FAULTS = {
             )
         ),
         *("full", 1, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: it hides 11 from themselves (at position 1 it hides from it the key of "
-        "position 1)",
+        "the mask: 11 tokens do not see themselves (position 1 does not see the key of position 1)",
     ),
     "a chunk's mask without its offset": Fault(
         mask(without_offset),
@@ -672,8 +671,8 @@ FAULTS = {
     "a window of 5": Fault(
         mask(lambda length, start, right: right | window(length, start)),
         *("full", 5, EVERY, "scores", (0, 1, 2, 3)),
-        "the mask: a window of 5: a token sees itself and the 4 before it (at position 5 it hides "
-        "from it the key of position 0)",
+        "the mask: a window of 5: a token sees itself and the 4 before it (position 5 does not see "
+        "the key of position 0)",
     ),
     "capped scores": Fault(
         capped,

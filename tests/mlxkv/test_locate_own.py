@@ -197,6 +197,11 @@ OUTSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
         faults.logits(lambda x: x + 0.05),
         *(None, None, "all logits of a position are off by one number"),
     ),
+    "NaN in the last logits of each call": (
+        faults.logits(faults.last_is_none),
+        *(None, None, "or the final norm's weight, the head's weights (tied to the embedding or "),
+    ),
+    "keys and values kept in steps": (faults.in_steps, 0, None, "or by the cache of layer 1 ("),
     "logits in bfloat16": (
         faults.logits(lambda x: x.astype(mx.bfloat16).astype(mx.float32)),
         *(None, None, "the logits of this float32 run are rounded to bfloat16"),
@@ -254,7 +259,7 @@ INSIDE: dict[str, tuple[faults.Plant, int | None, str | None, str]] = {
     "a key row copied": (faults.copied("keys"), 1, "keys", "is the truth's row 8: stale"),
     "a mask off by one": (
         faults.masked(faults.ahead, everywhere=False),
-        *(1, "scores", "the mask: at position 0 it lets it see the key of position 1"),
+        *(1, "scores", "the mask: position 0 sees the key of position 1"),
     ),
     "a chunk's mask": (
         faults.masked(faults.without_offset),

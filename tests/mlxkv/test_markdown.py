@@ -25,6 +25,7 @@ from mlxkv.report.text import (
     power,
     quoted,
     where,
+    wrapped,
 )
 from oracle.formats.run_folder import Manifest
 
@@ -188,7 +189,7 @@ def test_a_doubt_says_why() -> None:
     )
     assert sentence(doubt) == "cannot tell: a: wrong (and 1 more)"
     assert sentence(replace(doubt, reasons=())) == "cannot tell: no gate could run"
-    assert console(doubt, MANIFEST, sides=SIDES).splitlines()[2:] == [
+    assert console(doubt, MANIFEST, sides=SIDES).splitlines()[3:] == [
         "",
         "cannot tell: a: wrong",
         "cannot tell: b: wrong",
@@ -202,9 +203,32 @@ def test_a_prompt_of_one_token_given_as_ids_has_no_chunked_proof() -> None:
     one = replace(
         MANIFEST, prompt=None, prompt_tokens=1, plans={"full": "a", "step": "b", "prefixes": "c"}
     )
-    assert console(VERDICT, one, sides=SIDES).splitlines()[1] == (
-        '24 tokens: "The" + 23        truth: step = full to 1.1e-13, transformers within 5.4e-16'
-    )
+    assert console(VERDICT, one, sides=SIDES).splitlines()[1:3] == [
+        '24 tokens: "The" + 23',
+        "truth: step = full to 1.1e-13, transformers within 5.4e-16",
+    ]
+
+
+def test_of_many_controls_the_terminal_counts_those_that_passed() -> None:
+    held = [Control(f"more {i}", "agree", i != 3, 0.5, 1.0) for i in range(5)]
+    many = replace(VERDICT, controls=(*VERDICT.controls, *held), distinct=1)
+    shown = console(many, MANIFEST, sides=SIDES).splitlines()
+    start = next(i for i, line in enumerate(shown) if line.startswith("controls: "))
+    lines = shown[start : start + 3]
+    assert lines == [
+        "controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812);",
+        "  more 3: differs, must agree (sigma 0.5); 4 more passed; 1 distinct pool member",
+        "",
+    ]
+    page = markdown(many, MANIFEST, sides=SIDES, commands=[])
+    assert all(f"more {i}: " in page for i in range(5))
+
+
+def test_a_long_line_is_broken_after_a_semicolon() -> None:
+    clauses = ["a" * 60, "b" * 38, "c", "d" * 120, "e"]
+    lines = wrapped("; ".join(clauses))
+    assert lines == [clauses[0] + ";", f"  {'b' * 38}; c;", f"  {'d' * 120};", "  e"]
+    assert wrapped("short; line") == ["short; line"]
 
 
 @given(value=st.floats(0, 1e9), limit=st.sampled_from([1e-10, 8.0, 16.0, 50.0]))
@@ -285,7 +309,8 @@ def test_tables_are_aligned_in_their_source() -> None:
 
 CONSOLE = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
+24 tokens: "The capital of France is" + 19
+truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate               plan    value  limit  headroom  where
 algebra (float64)  step  1.0e-13  1e-10      980x  pos 23 " t23"
@@ -294,7 +319,8 @@ worst position     step     2.40  16.00      6.7x  pos 4 " is"
 decisive flips     step        0      0         -  -
 keys worst row     step        -  50.00         -  not run: no keys in trace
 
-controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812); 5 distinct pool members
+controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812);
+  5 distinct pool members
 
 plan     max |d|     first      last       rms  top-1  (against transformers, as on the page)
 cached  8.10e-05  3.00e-05  4.00e-05  1.65e-05  20/20
@@ -306,7 +332,8 @@ agree (algebra, logits)    report: mlxkv-report/compare.md
 
 DIFFERENT = """\
 SmolLM2-135M-Instruct (wheel, Q4_1 dequantised)  float32  mlx 0.32.4 cpu (OpenBLAS) vs torch 2.13.0
-24 tokens: "The capital of France is" + 19        truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
+24 tokens: "The capital of France is" + 19
+truth: step = full = chunked to 1.1e-13, transformers within 5.4e-16
 
 gate            plan     value  limit  headroom  where
 sigma           step    149.20   8.00     0.05x  -
@@ -314,7 +341,8 @@ peak            step       nan   8.00         -  pos 16 " t16"
 keys worst row  step  7.00e+05  50.00    <0.01x  layer 29 head 2 pos 16 " t16"
 shift           step      1.00  10.00       10x  -
 
-controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812); 5 distinct pool members
+controls: sdpa-step, held out: agrees (sigma 1.02); sdpa-step times 1.001: differs (sigma 812);
+  5 distinct pool members
 
 also: port trace of plan 'chunked': no row for position 9, expected 20 rows
 not exercised: positions beyond 23; batches

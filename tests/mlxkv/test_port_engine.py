@@ -28,7 +28,7 @@ from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
-from oracle.formats.trace import Meta, Outcome, Trace, read
+from oracle.formats.trace import SHARED, Meta, Outcome, Trace, read
 from oracle.model.checkpoint import resolve
 
 ModelOf = Callable[..., Llama]
@@ -580,3 +580,30 @@ def test_unguarded_is_the_runners_caches_too(model_of: ModelOf) -> None:
 
     assert [o.error is None for o in guarded.outcomes] == [True, True, False]
     assert [o.error is None for o in free.outcomes] == [True, True, True]
+
+
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mqa"])
+def test_a_plan_may_begin_with_the_first_call_of_a_longer_one(
+    model_of: ModelOf, layout: str
+) -> None:
+    model, ids = model_of(layout, dtype="float64"), tuple(models.ids(24))
+    plans = {
+        "full": Plan("full", (New("a"), Call("a", ids, 0)), (0, 9, 18, 23)),
+        "chunked": Plan(
+            "chunked",
+            (New("a"), *(Call("a", ids[i:j], i) for i, j in ((0, 16), (16, 17), (17, 24)))),
+            (0, 9, 18, 23),
+        ),
+        "other": Plan("other", (New("a"), Call("a", ids[1:9], 0)), (0, 7)),
+        "more": Plan("more", (New("a"), Call("a", ids[:9], 0)), (0, 8)),
+    }
+    begun = port.Begun()
+    shared = {name: port.run(model, plan, begun=begun) for name, plan in plans.items()}
+    for name, plan in plans.items():
+        alone = port.run(model, plan)
+        assert shared[name].arrays.keys() == alone.arrays.keys()
+        for array, mine in shared[name].arrays.items():
+            np.testing.assert_allclose(mine, alone.arrays[array], rtol=0, atol=1e-13)
+    # Other tokens, and a row that the longer call did not keep, are computed.
+    said = {name: trace.meta.environment.get(SHARED) for name, trace in shared.items()}
+    assert said == {"full": None, "chunked": "full", "other": None, "more": None}

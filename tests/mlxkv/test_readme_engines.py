@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -85,6 +86,34 @@ def test_a_trace_of_ones_own_is_a_dozen_lines_and_judged_as_written(place: Path)
         ["1", "3", "24"],
         ["2", "3", "24"],
     ]
+
+
+def test_a_trace_written_by_hand_needs_no_more_than_readme_says(place: Path) -> None:
+    """A file of an engine that is not Python: eight bytes of length, JSON, arrays."""
+    for name in ("full", "probe/full"):
+        folder, stem = (Path("france") / name).parent, Path(name).name
+        known = trace.read(folder / f"reference-{stem}.safetensors")
+        given = (folder / "plans" / f"{stem}.json").read_text()
+        meta = block("json", "mlxkv-trace/1").replace("PLAN", given)
+        written(Path(f"{name.replace('/', '-')}.safetensors"), meta, known)
+    done = mlxkv("judge", "france", "full.safetensors", "probe-full.safetensors")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nmine: agree (logits)    report: " in done.stdout
+    assert "plan probe chunked" in done.stdout
+    alone = mlxkv("judge", "france", "full.safetensors")
+    assert "; the probe\nmine: agree (logits)    report: " in alone.stdout
+
+
+def written(path: Path, meta: str, known: trace.Trace) -> None:
+    head: dict[str, object] = {"__metadata__": {"mlxkv": meta}}
+    body = b""
+    for name, kind in {"logits": "F32", "positions": "I32"}.items():
+        array = known.arrays[name]
+        ends = [len(body), len(body) + array.nbytes]
+        head[name] = {"dtype": kind, "shape": array.shape, "data_offsets": ends}
+        body += array.tobytes()
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
 def test_the_engine_that_readme_describes_is_the_one_that_help_names() -> None:

@@ -903,16 +903,20 @@ def test_what_was_not_exercised_is_listed() -> None:
         "positions beyond 23: rows, masks and RoPE that go wrong there, as at 256, were not seen; "
         "give --tokens with more",
         "40 of 64 token ids: 24 were fed, the largest 26; give --tokens with others",
-        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens",
-        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 24 tokens; at most 5 "
+        "of several tokens and 19 single ones in one cache",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of "
+        "the port and of mlx-lm",
         "repeats: no call was made twice, so results that change were not looked for",
         "the probe: left out, so a long sequence, and ids that span the vocabulary, were not tried",
     )
     assert judge(CASE, RUNS, algebra=EXACT, probe=PROBE, repeats=again()).unseen == (
         "positions beyond 299: rows, masks and RoPE that go wrong there, as at 512, were not seen; "
         "give --tokens with more",
-        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens",
-        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries them",
+        "calls of other sizes: those made have 1, 2, 3, 5, 6, 7, 8, 9, up to 300 tokens; at most 5 "
+        "of several tokens and 19 single ones in one cache",
+        "batches, clone, crop and reset: no comparison has them; `mlxkv pitfalls` tries those of "
+        "the port and of mlx-lm",
         "repeats of 64 of 84 calls: 20 were made twice, and a fault that comes and goes shows in "
         "those only",
     )
@@ -1042,6 +1046,10 @@ def test_a_repeat_of_the_same_bits_agrees_and_one_bit_differs() -> None:
         assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
         assert verdict.first_wrong is not None
         assert (verdict.first_wrong.position, verdict.first_wrong.plan) == (position, "step")
+        assert verdict.found == (
+            "results change from run to run: plan step, followed twice, differs from itself "
+            f"(first at position {position})"
+        )
 
 
 def test_a_repeat_whose_rows_stand_in_another_order_is_the_same() -> None:
@@ -1067,6 +1075,7 @@ def test_an_engine_that_says_it_is_not_deterministic_may_differ_within_the_floor
     far = {"step": changed(near["step"], "logits", on_row(13, lambda r: r + np.float32(2e-3)))}
     verdict = judge(CASE, runs, repeats=far)
     assert (verdict.outcome, failed(verdict)) == ("differ", ["repeat"])
+    assert "differs from itself by more than the noise (first at position 13)" in verdict.found
 
 
 def test_a_repeat_that_is_measured_by_the_floor_accuses_nobody_where_that_is_not_trusted() -> None:

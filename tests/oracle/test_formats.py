@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,15 @@ def test_every_source_of_the_package_is_part_of_the_digest(
         before = len(seen)
         seen.add(str(run_folder.sources()))
         assert len(seen) == before + 1, file
+
+
+@pytest.mark.parametrize("name", ["engine", "engine_version", "device"])
+def test_a_trace_cannot_steer_the_terminal_that_shows_its_engine(tmp_path: Path, name: str) -> None:
+    meta = trace.Meta(from_json(PLAN), "e", "1", "float32")
+    path = tmp_path / "t.safetensors"
+    trace.write(path, replace(meta, **{name: "x\x1b[31m\ny"}), {})
+    with pytest.raises(Refusal, match=f"{name} is .*, expected letters that can be printed"):
+        trace.read(path)
 
 
 def test_plans_and_traces_are_names_of_the_package_and_load_nothing_heavy() -> None:

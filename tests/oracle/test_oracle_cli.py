@@ -46,7 +46,7 @@ def test_a_run_says_what_it_takes_and_prints_the_folder(model, tmp_path):
     )
     assert (code, stdout) == (0, f"{out}\n")
     first, *proofs = stderr.splitlines()
-    assert first.startswith("oracle: 8 and a probe of 128 tokens, about ")
+    assert first.startswith("oracle: 8 tokens and a probe of 128 tokens, about ")
     assert [line.endswith(": holds") for line in proofs] == [True, True]
     code, stdout, stderr = oracle("check", out)
     assert (code, stderr) == (0, "")

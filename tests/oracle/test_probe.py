@@ -274,7 +274,7 @@ def test_the_estimate_has_the_probe(model):
     question = ask(model, **ASKED)
     assert question.estimate().startswith("oracle: 7 tokens, about 8 s and ")
     both = question.estimate(question.probed())
-    assert both.startswith("oracle: 7 and a probe of 128 tokens, about 8 s and ")
+    assert both.startswith("oracle: 7 tokens and a probe of 128 tokens, about 8 s and ")
 
 
 def test_longrope_has_no_probe_where_its_chunks_would_lie_on_both_sides(tmp_path):
@@ -315,3 +315,9 @@ def test_a_folder_of_version_0_1_is_refused_with_the_command_that_makes_it_anew(
     path.write_text(json.dumps(old | {"tokens": 5}))
     line = refusal(run_folder.read_manifest, copy)
     assert line == f"{begun}make the folder anew with `mlxkv-oracle run --out {copy} --force`"
+
+
+def test_a_probe_without_its_manifest_names_the_command_that_makes_probes(copy):
+    (copy / "probe" / "manifest.json").unlink()
+    line = refusal(run_folder.read_manifest, copy / "probe")
+    assert f"`mlxkv-oracle probe --out {copy / 'probe'} --force`" in line

@@ -9,7 +9,7 @@ from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
 from mlxkv.report.page import not_exercised
 from mlxkv.report.phrases import Side, sentence, unseen
-from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side
+from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side, wrapped
 
 _GATES = {
     GateName.SIGMA: "sigma",
@@ -35,7 +35,7 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
         "",
         *columns(_HEAD, rows, left={0, 6}),
         "",
-        *([line] if (line := unseen(prompts.longest)) else []),
+        *(wrapped(line) if (line := unseen(prompts.longest)) else []),
         f"{sentence_on_all(prompts)}; of {n} prompts the worst is {prompts.worst}",
         f"report: {report}",
     ]

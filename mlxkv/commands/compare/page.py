@@ -13,7 +13,7 @@ from mlxkv.judge.limits import WORST
 from mlxkv.judge.result import EXIT_CODES, Verdict, join
 from mlxkv.report import page, phrases, plots, terminal
 from mlxkv.report.phrases import Side
-from mlxkv.report.text import pretty
+from mlxkv.report.text import pretty, wrapped
 from oracle.model import tokenizer as tokenizers
 from oracle.model.default import is_original
 
@@ -42,7 +42,9 @@ def console(compared: Compared, out: Path) -> str:
     text = terminal.console(compared.verdict, manifest, sides=compared.sides, report=where)
     if third is None:
         return text
-    return f"{text}{third.subject.engine}: {phrases.sentence(third)}\n"
+    name, unseen = third.subject.engine, phrases.unseen(third)
+    lines = wrapped(f"{name}: {unseen}") if unseen else []
+    return text + "\n".join([*lines, f"{name}: {phrases.sentence(third)}"]) + "\n"
 
 
 def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:

@@ -22,11 +22,11 @@ def words(mine: Array, its: Array, plan: Plan, *, near: float) -> str | None:
     hidden = ((mine == 0) & (its != 0) & (ahead <= 0)).any(0)
     if sees.any():
         most = int(ahead[sees].max())
-        return f"at {_first(sees, 'lets it see')}, and any at most {most} ahead"
+        return f"{_first(sees, 'sees')}, and none sees more than {most} ahead"
     if not hidden.any():
         return None
     rule = _rule(hidden, -ahead, plan)
-    first = f"at {_first(hidden, 'hides from it')}"
+    first = _first(hidden, "does not see")
     return f"{rule} ({first})" if rule else f"{first}, and {int(hidden.sum()) - 1} more pairs"
 
 
@@ -43,14 +43,16 @@ def lost(mine: Array, its: Array, *, near: float) -> str | None:
 
 def _first(pairs: Bools, verb: str) -> str:
     query, key = (int(i) for i in np.argwhere(pairs)[0])
-    return f"position {query} it {verb} the key of position {key}"
+    return f"position {query} {verb} the key of position {key}"
 
 
 def _rule(hidden: Bools, back: Array, plan: Plan) -> str | None:
     """One rule that hides exactly these keys; `back` is how far a key lies before its query."""
     if not back[hidden].any():
         many = int(hidden.sum())
-        return "it hides a token from itself" if many == 1 else f"it hides {many} from themselves"
+        return (
+            "a token does not see itself" if many == 1 else f"{many} tokens do not see themselves"
+        )
     least = int(back[hidden].min())
     if np.array_equal(hidden, back >= least):
         return f"a window of {least}: a token sees itself and the {least - 1} before it"

@@ -182,16 +182,17 @@ def _before(at: Located, layers: Mapping[Kind, Layer], rows: str, *, alone: bool
     which = f"keys and values of all heads are wrong, {rows}"
     if number == 0:
         weights = "" if alone else ", the first norm, or both k_proj and v_proj"
-        what = f"the embedding, the token ids{weights}"
+        what = f"the embedding, the token ids{weights}, or what the cache makes of both"
         return replace(none, hint=f"in layer 0: {which}: {what}")
     right = f"the keys and values of layer {number - 1} are within their limits"
     if alone:
         made = f"made in layer {number - 1}, after its keys and values: {ATTENTION}"
+        made = f"{made}, or by the cache of layer {number}"
         hint = f"{made} ({right}; in layer {number} {which})"
         return replace(none, layer=number - 1, hint=hint)
     what = (
         f"in layer {number - 1} its attention, o_proj or MLP, or a scale that its first norm hides"
-        f"; or in layer {number} the first norm, or both k_proj and v_proj"
+        f"; or in layer {number} the first norm, both k_proj and v_proj, or the cache"
     )
     return replace(none, hint=f"{right}, in layer {number} {which}: between the two: {what}")
 
@@ -215,10 +216,11 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     last = held.ratios.shape[1] - 1
     curve = next((curve for curve in verdict.curves if curve.plan == held.plan), None)
     by_row = patterns.in_floors(verdict, curve) if curve else np.zeros(0)
-    if len(by_row) == case.length and _alone(by_row):
+    # A NaN says nothing of its origin: numbers that a mask or a wrong row makes are finite.
+    if len(by_row) == case.length and _alone(by_row) and np.isfinite(mine).all():
         rows = patterns.which(_above(by_row), held.run.meta.plan)
         made = f"made in layer {last}, the last, after its keys and values"
-        hint = f"{within}: {made}: {ATTENTION} (logits are wrong {rows})"
+        hint = f"{within}: {made}: {ATTENTION}, or their logits (wrong {rows})"
         return replace(base, layer=last, hint=hint)
     also = f"in layer {last}, the last, its attention, o_proj or MLP"
     return replace(base, hint=f"{within}: behind those of the last: {also}; or {hints.HEAD}")

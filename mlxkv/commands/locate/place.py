@@ -166,6 +166,8 @@ def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
 
 def kind(case: Case, first: FirstWrong) -> str:
     """What a fault that starts at this position usually is."""
+    if first.gate == GateName.FINITE:
+        return "numbers that are not finite, whatever makes them"
     if first.position == 0:
         return "a scale, an eps, weights, or a mask that shows later tokens"
     if first.position == 1:

@@ -35,6 +35,7 @@ from oracle.model.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from mlxkv.commands.selftest.faults import Fault, Place, Seen
+    from mlxkv.engines.port import Begun
     from mlxkv.port.llama import Llama
 
 TAPPED = "chunked"
@@ -73,10 +74,10 @@ class Ports:
         probes = dict(self.probes) if dtype == "float64" else {}
         return replace(self.meta, dtype=dtype, probes=probes)
 
-    def run(self, plan: Plan, dtype: str) -> Trace:
+    def run(self, plan: Plan, dtype: str, begun: Begun | None = None) -> Trace:
         from mlxkv.engines import port
 
-        return port.run(self.models[dtype], plan, meta=self.of(dtype))
+        return port.run(self.models[dtype], plan, meta=self.of(dtype), begun=begun)
 
 
 _PLANS: dict[Seen, tuple[str, ...]] = {
@@ -196,9 +197,11 @@ class Experiment:
         return {name: self.ports.run(plan, self.ports.meta.dtype) for name, plan in plans.items()}
 
     def _probe_algebra(self) -> dict[str, Trace]:
-        """Lane A's run of the probe, as `compare` makes it: of its chunked plan alone."""
-        plans = self.probe[1] if self.probe is not None else {}
-        return {TAPPED: self.ports.run(plans[TAPPED], "float64")} if plans else {}
+        """Lane A's runs of the probe's plans, as `compare` makes them: with one first call."""
+        from mlxkv.engines.port import Begun
+
+        plans, begun = self.probe[1] if self.probe is not None else {}, Begun()
+        return {name: self.ports.run(plan, "float64", begun) for name, plan in plans.items()}
 
     def _probed(self, runs: Mapping[str, Trace], exact: Mapping[str, Trace]) -> Probed | None:
         made = self.probe is not None and (runs or exact)
