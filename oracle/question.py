@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan, judged_plans, probe_plans, probe_sizes
+from oracle.formats.plan import Plan, judged_plans, probe_plans, probe_sizes, prompt_calls
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
@@ -152,10 +152,7 @@ class Question(Inputs):
         n, p = self.length, self.prompt_tokens
         if self.probe:
             return {name: [call.fed for call in plan.calls()] for name, plan in plans.items()}
-        chunks = [p]
-        if "chunked" in plans:
-            sizes = [call.fed for call in plans["chunked"].calls()]
-            chunks = sizes[: len(sizes) - (n - p)]
+        chunks = prompt_calls(plans["chunked"], n, p) if "chunked" in plans else [p]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
         ways["chunked"] = [size for size in ways["chunked"] if size]
         if "mixed" in plans:

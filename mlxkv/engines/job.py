@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -54,6 +54,21 @@ class Job:
     custom: str = ""
     repeat: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+
+    @classmethod
+    def on(
+        cls,
+        checkpoint: Checkpoint,
+        plans: Iterable[Plan],
+        out: Path,
+        *,
+        dtype: str,
+        weights_dtype: str | None = None,
+        **more: Any,
+    ) -> Self:
+        """A job on a checkpoint's model; `weights_dtype` None: the dtype computed in."""
+        folder, keys, rounded = str(checkpoint.folder), checkpoint.without, weights_dtype or dtype
+        return cls(folder, tuple(plans), out, dtype, rounded, ignore_keys=keys, **more)
 
     def trace(self, plan: Plan) -> Path:
         return self.out / f"{plan.name}.safetensors"

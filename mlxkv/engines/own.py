@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,17 +242,16 @@ def follow(job: Job) -> None:
     model = load(source, str(checkpoint.folder), job.dtype)
     facts = environment | {f"sha256 of {source.file.name}": sha256(source.file)} | says(model)
     meta = job.meta(checkpoint, facts, engine=source.name, version="")
-
-    if job.taps:
-        from mlxkv.engines import own_taps
+    made: Callable[..., OwnRunner] = OwnRunner
+    if job.taps and callable(getattr(model, "taps", None)):
+        from mlxkv.engines.own_taps import OwnTapRunner
         from mlxkv.port.config.llama import LlamaConfig
 
-        own_taps.follow(job, model, LlamaConfig.of(checkpoint), meta)
-        return
+        made = partial(OwnTapRunner, config=LlamaConfig.of(checkpoint))
     vocab, heads = checkpoint.vocab_size, heads_of(checkpoint.config)
 
     def begin(plan: Plan) -> tuple[OwnRunner, Meta]:
-        return OwnRunner(model, plan, name=source.name, vocab=vocab, heads=heads), meta
+        return made(model, plan, name=source.name, vocab=vocab, heads=heads), meta
 
     runner.follow(job, f"{source.name} ({job.dtype}, {environment['device']})", begin)
 

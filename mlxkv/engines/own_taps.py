@@ -10,20 +10,18 @@ Axes as in `mlxkv.port.llama`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from mlxkv.engines.job import Job
 from mlxkv.engines.own import OwnRunner
-from mlxkv.engines.progress import bar
 from mlxkv.engines.recorder import Recorder
 from mlxkv.engines.runner import Array, Batch, blamed_on
 from mlxkv.port.config.llama import LlamaConfig
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.trace import TAPS, Meta, write
+from oracle.formats.trace import TAPS
 
 CALL = "taps()"
 HIDDEN = -1e8
@@ -52,11 +50,9 @@ class Shapes:
 class OwnTapRunner(OwnRunner):
     """An OwnRunner that keeps what the model hands out after each call."""
 
-    def __init__(
-        self, model: Any, plan: Plan, recorder: Recorder, shapes: Shapes, **of_model: Any
-    ) -> None:
+    def __init__(self, model: Any, plan: Plan, *, config: LlamaConfig, **of_model: Any) -> None:
         super().__init__(model, plan, **of_model)
-        self.recorder, self.shapes = recorder, shapes
+        self.recorder, self.shapes = Recorder(plan.longest), Shapes(config)
 
     def forward(
         self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
@@ -73,6 +69,10 @@ class OwnTapRunner(OwnRunner):
         for key, array in _in_order(found, self.name):
             self._keep(*key, array, L=width, S=held + width)
         return logits
+
+    def arrays(self) -> dict[str, Array]:
+        """Those of any runner, and the taps."""
+        return super().arrays() | self.recorder.arrays
 
     def _keep(self, layer: int, tap: str, array: Any, *, L: int, S: int) -> None:
         layers = self.shapes.config.num_hidden_layers
@@ -109,22 +109,3 @@ def _is_place(key: Any) -> bool:
     if not isinstance(key, tuple) or len(key) != 2:
         return False
     return isinstance(key[0], int) and isinstance(key[1], str)
-
-
-def follow(job: Job, model: Any, config: LlamaConfig, meta: Meta) -> None:
-    """Writes a trace with taps of each of the job's plans; without any where there is no `taps`."""
-    seconds, has = 0.0, callable(getattr(model, "taps", None))
-    of_model: dict[str, Any] = {"name": meta.engine, "vocab": config.vocab_size}
-    of_model["heads"] = config.num_key_value_heads, config.head_dim
-    with bar(f"taps ({job.dtype})", len(job.plans)) as advance:
-        for plan in job.plans:
-            recorder = Recorder(plan.longest)
-            runner = OwnRunner(model, plan, **of_model)
-            if has:
-                runner = OwnTapRunner(model, plan, recorder, Shapes(config), **of_model)
-            runner.run()
-            made = replace(meta, plan=plan, outcomes=runner.outcomes)
-            write(job.trace(plan), made, runner.arrays() | recorder.arrays)
-            seconds += runner.seconds
-            advance(1)
-    job.write_seconds(seconds)

@@ -52,10 +52,13 @@ class Judged:
     def differs(self) -> bool:
         """Whether a gate failed whose measure can be trusted.
 
-        A number that is not finite is wrong, whatever measures it; and so is one that changes.
+        A number that is not finite is wrong, whatever measures it; and so is one that changes, if
+        it may not change at all.
         """
-        always, covers = (GateName.FINITE, GateName.REPEAT), self.trusted.covers
-        return any(g.failed and (g.name in always or covers(g.scope)) for g in self.gates)
+        always = (GateName.FINITE, GateName.REPEAT)
+        wrong = [gate for gate in self.gates if gate.failed]
+        alone = any(gate.name in always and gate.limit == 0 for gate in wrong)
+        return alone or any(self.trusted.covers(gate.scope) for gate in wrong)
 
     @property
     def doubts(self) -> list[str]:

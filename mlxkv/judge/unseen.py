@@ -13,7 +13,7 @@ from itertools import pairwise
 from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
 from mlxkv.judge.sequence import Judged
-from oracle.formats.plan import PROBE, Feed, Plan, left_out
+from oracle.formats.plan import PROBE_LENGTH, Feed, Plan, left_out
 from oracle.formats.trace import SHARED, Trace
 
 NOTHING = ("everything: nothing was compared",)
@@ -42,7 +42,7 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
 
 def _positions(sequences: Sequence[Judged], probe: Judged | None) -> str | None:
     last = max(one.case.length for one in sequences) - 1
-    if probe is not None and last + 1 >= probe.case.length < PROBE:
+    if probe is not None and last + 1 >= probe.case.length < PROBE_LENGTH:
         return None  # a probe is cut only by the context, which has no positions beyond
     boundary = _BUFFER
     while boundary <= last:

@@ -23,6 +23,7 @@ from oracle.formats.plan import (
     judged_plans,
     probe_plans,
     probe_tokens,
+    prompt_calls,
 )
 from oracle.formats.run_folder import (
     FLOORS,
@@ -144,8 +145,7 @@ def _plans(manifest: Manifest, references: Mapping[str, Trace]) -> dict[str, Pla
         return probe_plans(manifest.tokens)
     prompt, chunks = manifest.prompt_tokens, None
     if "chunked" in references:
-        sizes = [call.fed for call in references["chunked"].meta.plan.calls()]
-        chunks = sizes[: len(sizes) - (len(manifest.tokens) - prompt)]
+        chunks = prompt_calls(references["chunked"].meta.plan, len(manifest.tokens), prompt)
     original = manifest.original
     return judged_plans(manifest.tokens, prompt=prompt, chunks=chunks, original=original)
 

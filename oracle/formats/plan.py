@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 PREFIXES_MOST = 32_768
 """Tokens that the growing prefixes may feed in all: at 150 a second, as two cores do in float32,
 under four minutes."""
-PROBE = 300
+PROBE_LENGTH = 300
 """Tokens of the probe: beyond the block of 256 rows in which caches grow, and beyond eight bits."""
 WITHOUT_REFERENCE = ("prefixes", "mixed")
 """The judged plans that transformers does not follow: the truth and the floors, by position, are
@@ -327,6 +327,12 @@ def judged_plans(
     return plans
 
 
+def prompt_calls(plan: Plan, length: int, prompt: int) -> list[int]:
+    """The sizes of a plan's calls but the singles after the prompt, over `length` tokens."""
+    sizes = [call.fed for call in plan.calls()]
+    return sizes[: len(sizes) - (length - prompt)]
+
+
 def left_out(length: int, *, prompt: int, original: int | None = None) -> dict[str, str]:
     """The judged plans that a sequence cannot have, and why not.
 
@@ -379,12 +385,12 @@ def in_calls(name: str, ids: Ids, sizes: Sequence[int], rows: Rows = "all") -> P
 
 
 def probe_tokens(vocab_size: int, context: int) -> Ids:
-    """The probe's ids, PROBE of them or as many as the context has: a fixed function of both sizes.
+    """The probe's ids, PROBE_LENGTH of them or as many as the context has.
 
-    They span the vocabulary: one of each of as many equal parts, 0 and the last id among them, in
-    no order. A vocabulary of fewer ids has each several times.
+    A fixed function of both sizes. They span the vocabulary: one of each of as many equal parts, 0
+    and the last id among them, in no order. A vocabulary of fewer ids has each several times.
     """
-    n = min(PROBE, context)
+    n = min(PROBE_LENGTH, context)
     mixed = [i * 2_654_435_761 % 2**32 for i in range(n)]  # Knuth's multiplicative hash
     ids = []
     for i, chance in enumerate(mixed):

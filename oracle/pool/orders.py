@@ -20,12 +20,8 @@ _Mean = Callable[[Tensor], Tensor]
 _ROWS = 256  # whose partial sums are held at once: 8 MB where a row has 8,192 numbers
 
 
-class Float64(TorchFunctionMode):
-    """Every float32 that a model's code names is float64 in here.
-
-    After `model.double()` alone transformers still computes RMSNorm, softmax and the angles of RoPE
-    in float32, since its code asks for that by name.
-    """
+class _Otherwise(TorchFunctionMode):
+    """Each function of torch goes through `do`."""
 
     def __torch_function__(
         self,
@@ -34,11 +30,25 @@ class Float64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        return self.do(func, args, kwargs or {})
+
+    def do(self, func: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Float64(_Otherwise):
+    """Every float32 that a model's code names is float64 in here.
+
+    After `model.double()` alone transformers still computes RMSNorm, softmax and the angles of RoPE
+    in float32, since its code asks for that by name.
+    """
+
+    def do(self, func: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         func = Tensor.double if func is Tensor.float else func
-        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})
+        return func(*map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})
 
 
-class Sequential(TorchFunctionMode):
+class Sequential(_Otherwise):
     """Norms add up a row in float32 strictly one number after another, as MLX's CPU does.
 
     torch adds in several lanes, whose roundings are far smaller. The squares of bfloat16 values
@@ -50,16 +60,10 @@ class Sequential(TorchFunctionMode):
         super().__init__()
         self.widest = 0
 
-    def __torch_function__(
-        self,
-        func: _Function,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def do(self, func: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         own = _SEQUENTIAL.get(func)
         given = args if own is None else (self._mean, *args)
-        return (own or func)(*given, **(kwargs or {}))
+        return (own or func)(*given, **kwargs)
 
     def _mean(self, x: Tensor) -> Tensor:
         self.widest = max(self.widest, x.shape[-1])

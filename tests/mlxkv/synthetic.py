@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mlxkv.judge.case import Case, Probed
 from oracle.formats.plan import (
-    PROBE,
+    PROBE_LENGTH,
     Plan,
     judged_plans,
     probe_plans,
@@ -77,7 +77,7 @@ def make_case(
     return replace(case, manifest=replace(case.manifest, tokens=tokens, texts=[]))
 
 
-def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE) -> Probed:
+def make_probe(*, dtype: str = "float32", seed: int = 10, n: int = PROBE_LENGTH) -> Probed:
     """The probe with its own oracle folder and a correct engine's runs in both lanes."""
     judged = probe_plans(probe_tokens(VOCAB, n))
     kept, size = probe_rows(n), NOISE[dtype]

@@ -240,12 +240,10 @@ def test_a_right_engine_is_left_in_peace(
 
 def opened(model: own_open.OpenLlama, port: Llama, case: Case, folder: Path, plan: str) -> Opened:
     followed = run_folder.read_plans(folder, case.manifest)[plan]
-    kept, vocab = recorder.Recorder(followed.longest), port.config.vocab_size
-    run = own_taps.OwnTapRunner(
-        model, followed, kept, own_taps.Shapes(port.config), name=NAME, vocab=vocab
-    ).run()
+    about = {"config": port.config, "vocab": port.config.vocab_size, "name": NAME}
+    run = own_taps.OwnTapRunner(model, followed, **about).run()
     beside, _ = recorder.run(port, followed, meta(followed, case))
-    return Opened(Trace(meta(followed, case), run.arrays() | kept.arrays), beside)
+    return Opened(Trace(meta(followed, case), run.arrays()), beside)
 
 
 def from_inside(folder: Path, model: own_open.OpenLlama, port: Llama) -> Located:
@@ -388,8 +386,7 @@ def odd(taps: object) -> str:
         own_taps.OwnTapRunner(
             Odd(models.config("gqa"), weights),
             plan,
-            recorder.Recorder(3),
-            own_taps.Shapes(config),
+            config=config,
             name=NAME,
             vocab=40,
         ).run()
@@ -439,10 +436,9 @@ def test_an_error_within_taps_says_where() -> None:
 
     config = models.config("gqa")
     weights = {name: mx.array(a) for name, a in models.weights(config).items()}
-    shapes = own_taps.Shapes(LlamaConfig.from_json(config))
     plan = Plan("p", run_folder_steps())
     runner = own_taps.OwnTapRunner(
-        Failing(config, weights), plan, recorder.Recorder(3), shapes, name=NAME, vocab=40
+        Failing(config, weights), plan, config=LlamaConfig.from_json(config), name=NAME, vocab=40
     )
     with pytest.raises(Refusal, match=r"mine\.py:load: taps\(\) failed with KeyError: 'q'"):
         runner.run()

@@ -1078,6 +1078,15 @@ def test_an_engine_that_says_it_is_not_deterministic_may_differ_within_the_floor
     assert "differs from itself by more than the noise (first at position 13)" in verdict.found
 
 
+def test_a_repeat_that_is_measured_by_the_floor_accuses_nobody_where_that_is_not_trusted() -> None:
+    broken = replace(CASE.manifest, proofs=dict(CASE.manifest.proofs) | {"truth_agreement": 1e-3})
+    case = replace(CASE, manifest=broken)
+    far = changed(again()["step"], "logits", on_row(13, lambda r: r + np.float32(2e-3)))
+    runs = {plan: uncertain(t) for plan, t in RUNS.items()}
+    assert judge(case, runs, repeats={"step": uncertain(far)}).outcome == "cannot tell"
+    assert judge(case, RUNS, repeats={"step": far}).outcome == "differ"
+
+
 REPEATS: dict[str, tuple[dict[str, Trace], str]] = {
     "fewer rows": ({"step": rows(again()["step"], list(range(1, N)))}, "rows of other positions"),
     "no cache": (

@@ -151,14 +151,12 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
     first, sequences = answers.each[0], _plans(answers)
     dtype, checkpoint = first.case.manifest.dtype, first.checkpoint
     judged = [[plan for plan, _ in some] for some in sequences[: len(answers.each)]]
-    one = Job(
-        folder=str(checkpoint.folder),
-        plans=tuple(plan for some in sequences for plan, _ in some),
-        out=out,
+    one = Job.on(
+        checkpoint,
+        (plan for some in sequences for plan, _ in some),
+        out,
         dtype=dtype,
-        weights_dtype=dtype,
         device=device,
-        ignore_keys=checkpoint.without,
         custom=engine.source,
         repeat=tuple(repeated(plans).name for plans in judged),
     )

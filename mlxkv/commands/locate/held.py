@@ -14,13 +14,13 @@ from mlxkv.judge import layout, measure
 from mlxkv.judge.admission import cache_reasons
 from mlxkv.judge.case import CACHE, Case
 from mlxkv.judge.floors import cache_floors
+from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.measure import Floats
 from oracle.formats.trace import Trace
 
 NEAR = 8.0
 """In floors: no number of a correct row is further from the truth. Correct rows read an rms of up
 to 2, and the largest of 64 numbers is some 3.5 times that."""
-KINDS = ("keys", "values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Held:
     floors: Floats
     ratios: Floats
 
-    def layer(self, truth: Trace, number: int, kind: str) -> Layer:
+    def layer(self, truth: Trace, number: int, kind: Kind) -> Layer:
         """A layer to look at, whose slack is that of the keys or of the values."""
         pair = truth.kv(CACHE, number)
         assert pair is not None

@@ -15,11 +15,12 @@ import numpy as np
 from mlxkv.commands.locate import held as caches
 from mlxkv.commands.locate import hints, patterns, turns
 from mlxkv.commands.locate.found import Located
-from mlxkv.commands.locate.held import KINDS, NEAR, Held
+from mlxkv.commands.locate.held import NEAR, Held
 from mlxkv.commands.locate.layers import Layer
 from mlxkv.commands.locate.rows import flat, listed, narrower, plural, scale
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
+from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Bools, Floats
 from mlxkv.judge.result import Strip, Verdict, plain
@@ -70,7 +71,7 @@ def strip(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Strip | No
 
 
 def _strip(held: Held) -> Strip:
-    by_position = tuple(_finite(layer) for layer in held.ratios.max((0, 2)))
+    by_position = tuple(finite(layer) for layer in held.ratios.max((0, 2)))
     return Strip("keys and values, rms error in noise floors", KV_WORST, by_position)
 
 
@@ -133,7 +134,7 @@ def _place(base: Located, case: Case, held: Held, number: int, wrong: Bools) -> 
     return replace(at, hint=f"in layer {number}: {which}: {what}")
 
 
-def _known(layers: Mapping[str, Layer], wrong: Bools) -> str | None:
+def _known(layers: Mapping[Kind, Layer], wrong: Bools) -> str | None:
     """Words where the wrong rows are something known, or the heads stand in another order."""
     for kind, layer in layers.items():
         of, (mine, its) = wrong[KINDS.index(kind)], layer.both(kind)
@@ -169,7 +170,7 @@ def _alone(by_row: Floats) -> bool:
     return bool(clean.any() and not clean.all() and (~(by_row[~clean] <= KV_WORST)).all())
 
 
-def _before(at: Located, layers: Mapping[str, Layer], rows: str, *, alone: bool) -> Located:
+def _before(at: Located, layers: Mapping[Kind, Layer], rows: str, *, alone: bool) -> Located:
     """Keys and values of every head are wrong: what made them was. `alone`: at some rows only."""
     layer = layers["values"]
     mine, its = map(flat, layer.both("values"))
@@ -225,5 +226,6 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     return replace(base, hint=f"{within}: behind those of the last: {also}; or {hints.HEAD}")
 
 
-def _finite(values: Floats) -> tuple[float | None, ...]:
+def finite(values: Floats) -> tuple[float | None, ...]:
+    """Plain numbers, None for what is none."""
     return tuple(plain(values.tolist()))

@@ -21,7 +21,7 @@ from mlxkv.commands.locate.opened import Opened
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.measure import Floats
-from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict, plain
+from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict
 from oracle.formats.trace import Trace
 
 AGAIN = (
@@ -225,9 +225,5 @@ def _hidden_strip(truth: Trace, run: Trace) -> Strip | None:
             return None
         largest = np.maximum(np.abs(pair[1][0]).max(-1), np.finfo(np.float64).tiny)
         with np.errstate(invalid="ignore", over="ignore"):
-            strip.append(_finite(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
+            strip.append(outside.finite(np.abs(pair[0][0] - pair[1][0]).max(-1) / largest))
     return Strip("hidden state, error relative to the position's largest value", TAP, tuple(strip))
-
-
-def _finite(values: Floats) -> tuple[float | None, ...]:
-    return tuple(plain(values.tolist()))

@@ -28,6 +28,7 @@ from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
+from oracle.formats.plan import prompt_calls
 from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import TAPS, Trace
 from oracle.model.checkpoint import resolve
@@ -191,8 +192,8 @@ def _question(case: Case, taps: tuple[str, ...]) -> oracle.Question:
 def _chunks(case: Case) -> tuple[int, ...] | None:
     if "chunked" not in case.references:
         return None
-    sizes = [call.fed for call in case.references["chunked"].meta.plan.calls()]
-    return tuple(sizes[: len(sizes) - (case.length - case.manifest.prompt_tokens)])
+    plan = case.references["chunked"].meta.plan
+    return tuple(prompt_calls(plan, case.length, case.manifest.prompt_tokens))
 
 
 def _tapped(runs: Runs, case: Case, plan: str, room: Path) -> tuple[Trace, Trace]:
@@ -213,15 +214,14 @@ def _tapped(runs: Runs, case: Case, plan: str, room: Path) -> tuple[Trace, Trace
 def _asked(runs: Runs, plan: str, out: Path, *, dtype: str) -> job.Job:
     """One plan with every tap, on the model that was run."""
     out.mkdir(exist_ok=True)
-    return job.Job(
-        folder=str(runs.checkpoint.folder),
-        plans=(read_plans(runs.folder, runs.case.manifest)[plan],),
-        out=out,
+    return job.Job.on(
+        runs.checkpoint,
+        [read_plans(runs.folder, runs.case.manifest)[plan]],
+        out,
         dtype=dtype,
         weights_dtype=runs.case.manifest.dtype,
         device=runs.arithmetic[0].meta.device,
         taps=TAPS,
-        ignore_keys=runs.checkpoint.without,
     )
 
 

@@ -218,16 +218,7 @@ def _jobs(
 def _job(
     request: Request, checkpoint: Checkpoint, plans: tuple[Plan, ...], out: Path, **more: Any
 ) -> job.Job:
-    return job.Job(
-        folder=str(checkpoint.folder),
-        plans=plans,
-        out=out,
-        dtype="float32",
-        weights_dtype="float32",
-        device=request.device,
-        ignore_keys=checkpoint.without,
-        **more,
-    )
+    return job.Job.on(checkpoint, plans, out, dtype="float32", device=request.device, **more)
 
 
 def _transformers(checkpoint: Checkpoint, plans: Iterable[Plan], out: Path) -> process.Process:

@@ -197,17 +197,8 @@ def _aside(whose: str, checkpoint: Checkpoint, answer: oracle.Answer, room: Path
     plans = read_plans(answer.folder, case.manifest)
     kept = [plans[name] for name in ("full", "step", "chunked")]
     module, environment = _ASIDE[whose]
-    dtype = case.manifest.dtype
     room.mkdir(exist_ok=True)
-    asked = job.Job(
-        folder=str(checkpoint.folder),
-        plans=tuple(kept),
-        out=room,
-        dtype=dtype,
-        weights_dtype=dtype,
-        device="cpu",
-        ignore_keys=checkpoint.without,
-    )
+    asked = job.Job.on(checkpoint, kept, room, dtype=case.manifest.dtype, device="cpu")
     process.start([module, str(asked.save())], environment=environment)
     judged = judge(case, {plan.name: read(asked.trace(plan)) for plan in kept})
     return readings.plain_run(whose, judged, readings.of_engine(judged, whose))

@@ -23,7 +23,7 @@ from mlx.utils import tree_unflatten
 from mlxkv.port import cache as caches
 from mlxkv.port import llama, ops
 from mlxkv.port.cache import Cache
-from oracle.formats.plan import PROBE, mixed_sizes
+from oracle.formats.plan import PROBE_LENGTH, mixed_sizes
 
 if TYPE_CHECKING:
     from mlxkv.port.config.llama import LlamaConfig
@@ -129,8 +129,8 @@ def applies(fault: Fault, c: LlamaConfig, dtype: str = "float32") -> bool:
         "grouped": 1 < c.num_key_value_heads < c.num_attention_heads,
         "square": c.num_attention_heads * c.head_dim == c.hidden_size,
         "several": c.num_key_value_heads > 1,
-        "probe": c.max_position_embeddings >= PROBE,
-        "wide ids": c.max_position_embeddings >= PROBE and c.vocab_size > SHORT + 1,
+        "probe": c.max_position_embeddings >= PROBE_LENGTH,
+        "wide ids": c.max_position_embeddings >= PROBE_LENGTH and c.vocab_size > SHORT + 1,
     }
     return has[fault.needs] and dtype not in fault.none_in
 

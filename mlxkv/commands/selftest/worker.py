@@ -51,16 +51,8 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> Any:
     """Runs this module's process to its end, in the folder `room`; what it wrote, decoded."""
-    dtype = answer.manifest.dtype
-    asked = job.Job(
-        folder=str(checkpoint.folder),
-        plans=tuple(read_plans(answer.folder, answer.manifest).values()),
-        out=room,
-        dtype=dtype,
-        weights_dtype=dtype,
-        device="cpu",
-        ignore_keys=checkpoint.without,
-    )
+    plans = read_plans(answer.folder, answer.manifest).values()
+    asked = job.Job.on(checkpoint, plans, room, dtype=answer.manifest.dtype, device="cpu")
     result = room / "result.json"
     process.start([__name__, str(asked.save()), str(result), *arguments], environment=environment)
     return json.loads(result.read_text(encoding="utf-8"))
