@@ -59,7 +59,7 @@ def logit_floors(case: Case, truth: TruthRows, *, without: str | None = None) ->
     cached = np.asarray(case.floors["cached"], np.float64)  # by kind of attention, not by member
     pool = _pooled(case, "rms", _near, at, without)
     peak = _pooled(case, "peak", _near_max, at, without)
-    shift = _pooled(case, "shift", _near_rms, at, without)
+    shift = _pooled(case, "shift", _near, at, without)
     return Floors(
         rms=np.maximum(pool, least),
         pool=pool,

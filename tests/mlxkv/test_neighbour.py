@@ -146,7 +146,7 @@ def test_mlx_lm_agrees_with_transformers(verdict_on: Callable[[str], Verdict], n
     assert [(c.expected, c.passed) for c in verdict.controls] == [
         ("agree", True),
         ("differ", True),
-        ("agree", True),
+        *[("agree", True)] * 3,
     ]
     assert verdict.controls[0].name == "eager-step, held out"
     assert verdict.controls[1].value > 100
@@ -208,8 +208,21 @@ def test_a_mean_that_is_not_vouched_for_cannot_tell(
             assert (
                 f"mean's proof {name}: {proofs.get(name)}, expected at most" in verdict.reasons[0]
             )
-    equal = replace(case, pool=run_folder.Pool(case.pool.members, case.pool.kinds, 1))
+    one = replace(case.manifest, pool_distinct=1)
+    equal = replace(case, manifest=one, pool=run_folder.Pool(case.pool.members, case.pool.kinds, 1))
     assert "1 bitwise distinct members, expected 2 or more" in judge(equal, traces).reasons[0]
+
+
+def test_errors_too_wide_of_a_pool_with_a_mean_cannot_tell(made: Path) -> None:
+    case = read_case(made / "runs" / "qwen2")
+    traces = {name: case.references[name] for name in ("full", "step")}
+    assert judge(case, traces).outcome == "agree"
+    for member, words in ((0, "beside them"), (2, "'stored rms of eager-full'")):
+        rms = np.array(case.floors["rms"])
+        rms[member] *= 60
+        verdict = judge(replace(case, floors=dict(case.floors) | {"rms": rms}), traces)
+        assert verdict.outcome == "cannot tell"
+        assert words in verdict.reasons[0]
 
 
 def test_a_member_held_out_is_measured_against_the_mean_of_the_others(made: Path) -> None:

@@ -139,10 +139,10 @@ def doubts(folder: Path, model: Llama) -> str:
     return " / ".join(verdict.reasons)
 
 
-def at(position: int) -> Change:
+def at(position: int, factor: float = 60) -> Change:
     def one(errors: Array) -> Array:
         errors = errors.copy()
-        errors[..., position] *= 60
+        errors[..., position] *= factor
         return errors
 
     return one
@@ -156,6 +156,10 @@ NUMBERS: dict[str, tuple[Callable[[Forged], None], str]] = {
     "values of one": (lambda f: f.widen(EAGER[1:], ["values"]), "eager-step beside them"),
     "all at one position": (
         lambda f: f.widen(EAGER, ["rms", "peak", "keys"], at(20)),
+        "eager-step beside them",
+    ),
+    "less, at one position": (
+        lambda f: f.widen(EAGER[:1], ["rms"], at(20, 25)),
         "eager-step beside them",
     ),
     "cached of eager": (lambda f: f.widen(["eager"], ["cached"]), "eager-step beside them"),

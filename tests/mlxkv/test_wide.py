@@ -96,3 +96,12 @@ def test_a_wide_model_of_coarse_values_is_found_right(values: str, tmp_path: Pat
         sums = case.floors["keys"][case.pool.members.index(SEQUENTIAL)]
         others = case.floors["keys"][case.pool.members.index("sdpa-full")]
         assert np.median(sums) > 3 * np.median(others)
+
+
+def test_a_noisy_position_has_a_floor_of_its_own_for_the_shift() -> None:
+    floors = {name: np.array(array) for name, array in CASE.floors.items()}
+    floors["shift"][:, 13] *= 20
+    case, keep = replace(CASE, floors=floors), [MEMBERS.index(m) for m in ordinary(MEMBERS)]
+    found = logit_floors(case, truth_rows(case.truth)).shift
+    assert found[13] >= np.sqrt(np.mean(floors["shift"][keep, 13] ** 2))
+    assert found[13] > 2 * found[12]

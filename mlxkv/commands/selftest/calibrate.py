@@ -28,6 +28,8 @@ FORMAT = "mlxkv-calibrate/1"
 EVERY_RUN, EACH = 4.0, 1.4e-7
 """About the seconds of every run, and more for each parameter of the model: 34 s of CPU time for
 the default model's 134,515,008, on 1.5 of two cores."""
+IN_OTHER_ORDERS = 4.0
+"""As many of such runs take as long as one with each other order of sums."""
 EVERY_WIDE = 25.0
 """About the seconds of a wide model, the widest of which take three times as long."""
 
@@ -135,18 +137,20 @@ def run(request: Request) -> Calibration:
 
 
 def _announce(request: Request, checkpoint: Checkpoint | None) -> None:
-    models, seconds = [], 0.0
+    models, seconds, once = [], 0.0, 0.0
     if checkpoint is not None:
         models.append(checkpoint.name)
         seconds += EVERY_RUN + EACH * checkpoint.parameters
+        once += IN_OTHER_ORDERS * EACH * checkpoint.parameters
     if request.tiny:
         kinds = len(LAYOUTS) * len(STDS)
         models.append(f"{kinds} kinds of small random models")
         seconds += kinds * EVERY_RUN
     what = f"calibrate: {request.seeds} correct runs on each of {' and '.join(models)}"
-    wide = len(WIDE) if request.tiny else 0
-    what += f", and on {wide} wide ones" if wide else ""
-    announce(what, request.seeds * seconds + wide * EVERY_WIDE)
+    if request.tiny:
+        what += f", and on {len(WIDE)} wide ones"
+        once += len(WIDE) * EVERY_WIDE
+    announce(what, request.seeds * seconds + once)
 
 
 def _models(request: Request, checkpoint: Checkpoint | None, room: Path) -> Iterator[_Model]:
