@@ -140,10 +140,11 @@ def compare(
 ) -> Callable[..., Report]:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
-    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, and
-    writes a report. With --engine mlx-lm the same plans are judged as mlx-lm's own Llama follows
-    them, in the run's dtype alone; with --engine FILE.py:load those of your own MLX model, which
-    load(path, dtype) returns: model(tokens, cache=cache) and make_cache().
+    Runs the oracle (or reuses what it wrote), then the port in the run's dtype and in float64, over
+    your tokens and over the model's probe, and writes a report. With --engine mlx-lm the same plans
+    are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
+    FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens,
+    cache=cache) and make_cache().
     """
     from mlxkv.commands.compare import many, run
 

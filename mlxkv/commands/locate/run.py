@@ -52,7 +52,9 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
             found, case = _in_probe(found, case, runs.probe)
         located = [(runs.arithmetic[0].meta.engine, found)]
         if third:
-            beside = _from_outside(runs.case, assign(runs.case, third), suspects)
+            probe = runs.probe.case if runs.probe is not None else None
+            given = replace(assign(runs.case, third, probe=probe), probe=None)
+            beside = _from_outside(runs.case, given, suspects)
             located.append((third[0].meta.engine, beside))
         return _rendered(case, located, out, command)
 
