@@ -62,11 +62,14 @@ def assert_agrees(
         found = _followed(follow, folder, case, probe, plans)
     verdict = found.judge()
     if verdict.outcome != "agree":
-        lanes = [found.candidates, found.algebra]
-        lanes += [found.probe.candidates, found.probe.algebra] if found.probe is not None else []
-        first = next(one for lane in lanes for one in lane.values())
-        sides = (side(first.meta), oracle_side(case.manifest))
+        sides = (side(_first(found).meta), oracle_side(case.manifest))
         raise AssertionError(terminal.console(verdict, case.manifest, sides=sides))
+
+
+def _first(found: Assigned) -> Trace:
+    lanes = [found.candidates, found.algebra]
+    lanes += [found.probe.candidates, found.probe.algebra] if found.probe is not None else []
+    return next(one for lane in lanes for one in lane.values())
 
 
 def _followed(

@@ -23,6 +23,7 @@ from mlxkv.judge.result import (
     Gate,
     Outcome,
     Scope,
+    Subject,
     Verdict,
     subject,
 )
@@ -52,10 +53,20 @@ def judge(
         return Verdict("cannot tell", (), (), about, reasons=tuple(main), unseen=NOTHING)
     probed, doubts = _probed(case, probe)
     sequences = [main, probed] if probed is not None else [main]
-    gates = [gate for one in sequences for gate in _named(one)]
     reasons = [*_of_all(sequences), *main.doubts, *doubts]
     if not candidates and not exact:
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
+    verdict = _verdict(case, sequences, about, reasons)
+    why_no_probe = _why_no_probe(case, probe)
+    return replace(verdict, unseen=tuple(unseen(main, probed, why_no_probe=why_no_probe)))
+
+
+def _verdict(
+    case: Case, sequences: Sequence[Judged], about: Subject, reasons: Sequence[str]
+) -> Verdict:
+    """All but what was not seen; the first of the sequences is the main one."""
+    main, probed = sequences[0], len(sequences) > 1
+    gates = [gate for one in sequences for gate in _named(one)]
     outcome = _outcome(sequences, gates, reasons)
     return Verdict(
         outcome=outcome,
@@ -65,8 +76,7 @@ def judge(
         gates=tuple(gates),
         controls=tuple(control for one in sequences for control in _controls(one)),
         reasons=tuple(reasons),
-        notes=(*_notes(sequences), *notes(main, outcome, probed=probed is not None)),
-        unseen=tuple(unseen(main, probed, why_no_probe=_why_no_probe(case, probe))),
+        notes=(*_notes(sequences), *notes(main, outcome, probed=probed)),
         found=finding(sequences) if outcome == "differ" else "",
         first_wrong=_first_wrong(sequences) if outcome == "differ" else None,
         figures=tuple(figure for one in sequences for figure in _figures(one)),

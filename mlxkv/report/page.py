@@ -84,16 +84,15 @@ def markdown(
     `page_values` puts the article's values beside ours.
     """
     ours, values = verdict.subject.engine, _PAGE if page_values else {}
+    cached, chunked = verdict.tables.cached, verdict.tables.chunked
     parts = [
         [f"# {ours} against transformers: {manifest.title}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
         _lines(verdict),
         _gates(verdict),
         not_exercised(verdict),
-        _pairs(
-            "Cached against uncached", "Table 3 of the page", verdict.tables.cached, ours, values
-        ),
-        _pairs("Chunked prefill", "Table 4 of the page", verdict.tables.chunked, ours, values),
+        _pairs("Cached against uncached", "Table 3 of the page", cached, ours, values),
+        _pairs("Chunked prefill", "Table 4 of the page", chunked, ours, values),
         _pairs("Three engines", "The same rows", third, ours, {}),
         _other(other) if other else [],
         _tokens(manifest, continuation),

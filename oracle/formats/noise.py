@@ -107,18 +107,22 @@ def checks(
     worst = max(off, key=lambda name: (np.isnan(off[name]), off[name]))
     read = _read(pool, floors, positions) / largest / _EPS[manifest.dtype]
     parts = _number(manifest.proofs.get(PARTS)) / _EPS["float32"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = float(np.divide(read, parts))
-        inverse = float(np.divide(parts, read))
     kept = "stored errors of the kept runs" if off[worst] <= STORED else f"stored {worst}"
-    noisy = Check("noise of the pool", "ratio to the float32 parts", ratio, AMPLIFIED)
     return (
         Check(kept, "part off", off[worst], STORED),
         Check(names, "part of the limit", beside, 1.0),
-        noisy
-        if inverse <= QUIET or not noisy.passed
-        else Check("float32 parts", "ratio to the noise of the pool", inverse, QUIET),
+        _size(read, parts),
     )
+
+
+def _size(read: float, parts: float) -> Check:
+    """Whether the noise that was `read` is of the size that the float32 `parts` make likely."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio, inverse = float(np.divide(read, parts)), float(np.divide(parts, read))
+    noisy = Check("noise of the pool", "ratio to the float32 parts", ratio, AMPLIFIED)
+    if inverse <= QUIET or not noisy.passed:
+        return noisy
+    return Check("float32 parts", "ratio to the noise of the pool", inverse, QUIET)
 
 
 def _off(pool: Pool, floors: Mapping[str, Array], again: Mapping[str, Errors]) -> dict[str, float]:

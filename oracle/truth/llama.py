@@ -67,28 +67,25 @@ def follow(
     n = len(tokens)
     embedded = weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
-    watched = next(iter(streams))
-    others = [stream for name, stream in streams.items() if name != watched]
+    first, *others = streams.values()
     for stream in others:
         stream.spans = [span for span in stream.spans if span[0] >= shared]
-    if taps and len(streams[watched].spans) > 1:
-        count = len(streams[watched].spans)
-        raise ValueError(f"truth: {watched} has {count} segments, expected one for taps")
+    if taps and len(first.spans) > 1:
+        raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
     tables = rope_tables(config, n)
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
         layer = Layer(config, weights.layer(config, i), tables)
         seen: dict[str, Any] = dict.fromkeys(taps)
-        whole = layer.run(streams[watched], seen)
+        whole = layer.run(first, seen)
         if sink:
-            tapped = {k: v for k, v in seen.items() if v is not None}
-            sink(i, dict(zip(("keys", "values"), whole, strict=True)) | tapped)
+            kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
+            sink(i, {k: v for k, v in kept.items() if v is not None})
         for stream in others:
             layer.run(stream, {}, [array[:, :shared] for array in whole])
     for stream in others:
-        stream.hidden[:shared] = streams[watched].hidden[:shared]
-    norm = weights(NORM)
-    return {name: rms_norm(stream.hidden, norm, config.eps) for name, stream in streams.items()}
+        stream.hidden[:shared] = first.hidden[:shared]
+    return {n: rms_norm(s.hidden, weights(NORM), config.eps) for n, s in streams.items()}
 
 
 class Layer:

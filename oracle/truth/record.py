@@ -34,13 +34,9 @@ def write(
     Logits are those of the rows that the plan keeps; keys, values and taps those of all positions.
     Returns max |T|, and the largest difference of a logit between the first way and any other.
     """
-    call = plan.steps[-1]
-    if not isinstance(call, Call) or call.batched or len(plan.steps) > 2:
-        has = f"plan {plan.name!r} has {len(plan.steps)} steps"
-        raise ValueError(f"truth: {has}, expected one call on a new cache")
+    call = _only_call(plan)
     (tokens,) = call.batch
-    names = {kind: f"kv/{call.cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
-    names |= {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
+    names = _names(call.cache, taps)
     meta = _meta(weights, plan, dict(environment or {}))
     (kept,) = map(plan.kept, plan.calls())
     with trace.writer(path, meta, _shapes(config, len(tokens), len(kept), names)) as out:
@@ -49,29 +45,31 @@ def write(
             for key, tensor in seen.items():
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
-        streams = llama.follow(
-            weights,
-            config,
-            tokens,
-            segments=segments,
-            shared=shared,
-            taps=taps,
-            sink=sink,
-            progress=progress,
-        )
+        ways: dict[str, Any] = {"segments": segments, "shared": shared, "taps": taps}
+        streams = llama.follow(weights, config, tokens, sink=sink, progress=progress, **ways)
         tables = llama.rope_tables(config, len(tokens))
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
             out.arrays[name][...] = table.numpy()
-        most, apart = llama.write_logits(
-            {name: hidden[list(kept)] for name, hidden in streams.items()},
-            weights.head(config),
-            out.arrays["logits"],
-            positions=kept,
-        )
+        rows, head = {n: hidden[list(kept)] for n, hidden in streams.items()}, weights.head(config)
+        most, apart = llama.write_logits(rows, head, out.arrays["logits"], positions=kept)
         out.arrays["positions"][...] = kept
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())
     return most, apart
+
+
+def _names(cache: str, taps: frozenset[str]) -> dict[str, str]:
+    """Where each array of a layer goes, to be formatted with the layer's number."""
+    names = {kind: f"kv/{cache}/{{:03d}}/{kind}" for kind in ("keys", "values")}
+    return names | {tap: f"tap/{{:03d}}/{tap}" for tap in taps}
+
+
+def _only_call(plan: Plan) -> Call:
+    call = plan.steps[-1]
+    if not isinstance(call, Call) or call.batched or len(plan.steps) > 2:
+        has = f"plan {plan.name!r} has {len(plan.steps)} steps"
+        raise ValueError(f"truth: {has}, expected one call on a new cache")
+    return call
 
 
 def _shapes(config: Config, n: int, rows: int, names: Mapping[str, str]) -> Shapes:

@@ -66,10 +66,10 @@ def locate(
     base = Located("cannot tell", cause=cause, notes=(*notes, *broken))
     if verdict.outcome == "cannot tell":
         return replace(base, reasons=verdict.reasons or ("no gate could run",))
-    if broken and verdict.outcome == "agree":
-        return replace(base, reasons=broken, notes=tuple(notes))
     if broken:
         propagated = isolated = opened = None
+        if verdict.outcome == "agree":
+            return replace(base, reasons=broken, notes=tuple(notes))
     rows: list[TapRow] = []
     if propagated is not None and isolated is not None:
         base = replace(base, strip=_hidden_strip(case.truth, propagated))
@@ -79,10 +79,13 @@ def locate(
     base = _at_position(base, case, verdict)
     if isolated is not None and any(row.wrong for row in rows):
         return _in_tap(base, case, rows, isolated)
-    runs = arithmetic or {}
-    inside = opened and opening.look(base, case.truth, opened)
-    if not inside:
-        return _without_taps(base, case, verdict, runs, rows)
+    if inside := opened and opening.look(base, case.truth, opened):
+        return _within(inside, case, verdict, arithmetic or {})
+    return _without_taps(base, case, verdict, arithmetic or {}, rows)
+
+
+def _within(inside: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
+    """What the taps show, and beside it a pattern over calls."""
     calls = patterns.by_calls(case, verdict, runs)
     hint = f"{calls}; {inside.hint}" if calls else inside.hint
     return replace(inside, hint=hint, strip=outside.strip(case, verdict, runs))
