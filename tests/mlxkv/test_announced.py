@@ -29,7 +29,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     lines: list[str] = []
     monkeypatch.setattr(progress, "say", lines.append)
-    monkeypatch.setattr(oracle, "ask", ask)
+    for name in ("ask", "ask_both"):
+        monkeypatch.setattr(oracle, name, ask)
     return lines
 
 
@@ -40,7 +41,7 @@ def test_long_commands_say_what_will_be_done_and_about_how_long_it_takes(
     with pytest.raises(Refusal, match="asked"):
         pitfalls.run(pitfalls.Request(model=tiny, **TWO))  # type: ignore[arg-type]
     name = Named(model=tiny).checkpoint().name
-    assert said.pop() == f"pitfalls: 15 scenarios on 4 systems, {name}: about 30 s on two cores"
+    assert said.pop() == f"pitfalls: 18 scenarios on 4 systems, {name}: about 30 s on two cores"
     with pytest.raises(Refusal, match="asked"):
         selftest.run(selftest.Request(model=tiny))
     models = f"{name} and 12 small random models"
@@ -50,9 +51,9 @@ def test_long_commands_say_what_will_be_done_and_about_how_long_it_takes(
     assert said.pop() == f"selftest: 1 fault in {name}: about 10 s on two cores"
     with pytest.raises(Refusal, match="asked"):
         calibrate.run(calibrate.Request(model=tiny))
-    models = f"{name} and 6 kinds of small random models"
+    models = f"{name} and 6 kinds of small random models, and on 13 wide ones"
     what = f"calibrate: 5 correct runs on each of {models}"
-    assert said.pop() == f"{what}: about 2 min on two cores"
+    assert said.pop() == f"{what}: about 8 min on two cores"
 
 
 def test_reports_say_their_parts_and_the_sum_of_their_times(
@@ -64,7 +65,7 @@ def test_reports_say_their_parts_and_the_sum_of_their_times(
         monkeypatch.setitem(reports.PARTS, part, lambda *_, made=made: made)
     list(reports.write(tmp_path / "all"))
     parts = "compare, pitfalls, prompts, long, selftest, calibration"
-    assert said[0] == f"reports: {parts}: about 27 min on two cores"
+    assert said[0] == f"reports: {parts}: about 34 min on two cores"
     list(reports.write(tmp_path / "one", only=["compare"]))
     assert said[-1] == "reports: compare: about 40 s on two cores"
 

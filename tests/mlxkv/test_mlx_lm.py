@@ -282,7 +282,8 @@ def test_mlx_lm_agrees_on_a_config_that_it_reads(
     ]
     report = (tmp_path / "compare.md").read_text()
     assert report.startswith("# mlx-lm against transformers: ")
-    assert " port" not in report
+    # What is not exercised names whose caches `pitfalls` tries.
+    assert " port" not in report.replace("of the port and of mlx-lm", "")
     assert "mlxkv cached" not in report
 
 
