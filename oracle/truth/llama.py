@@ -64,8 +64,7 @@ def follow(
     `sink` is given each layer's number and, of the first way, its `keys` (after RoPE) and `values`,
     both (K, n, D), and the taps asked for, which need that way to be a single segment.
     """
-    n = len(tokens)
-    embedded = weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
+    n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
     first, *others = streams.values()
     for stream in others:
@@ -85,7 +84,8 @@ def follow(
             layer.run(stream, {}, [array[:, :shared] for array in whole])
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
-    return {n: rms_norm(s.hidden, weights(NORM), config.eps) for n, s in streams.items()}
+    norm = weights(NORM)
+    return {n: rms_norm(s.hidden, norm, config.eps) for n, s in streams.items()}
 
 
 class Layer:

@@ -527,6 +527,16 @@ ATTENTION = Where(START, FIRST, ("scores", "attention"))
 UNSEEN_IN_A = Where(START, lambda _: None, ())
 NOWHERE = Where(lambda _: None, lambda _: None, ())
 SHORT = 2**15 - 1
+
+
+def of_calls(
+    name: str, change: Callable[[mx.array, mx.array, mx.array], mx.array], when: Sizes
+) -> Fault:
+    """Another mask in some calls of the plan `mixed`; it shows where the first of them begins."""
+    at = NOWHERE.at(lambda place: place.call(when))
+    return Fault(name, masked(change, when), at, seen="mixed")
+
+
 F16, BF16 = ("float16",), ("bfloat16",)
 
 FAULTS: tuple[Fault, ...] = (
@@ -620,24 +630,9 @@ FAULTS: tuple[Fault, ...] = (
         sink=True,
     ),
     # What only other chunks, more positions, other ids or a second run show.
-    Fault(
-        "no mask after single tokens",
-        masked(_sees_all, when=_after_single),
-        NOWHERE.at(lambda place: place.call(_after_single)),
-        seen="mixed",
-    ),
-    Fault(
-        "a chunk longer than what is held loses its mask's offset",
-        masked(_without_offset, when=_longer),
-        NOWHERE.at(lambda place: place.call(_longer)),
-        seen="mixed",
-    ),
-    Fault(
-        "the mask without offset from the third chunk on",
-        masked(_without_offset, when=_third),
-        NOWHERE.at(lambda place: place.call(_third)),
-        seen="mixed",
-    ),
+    of_calls("no mask after single tokens", _sees_all, _after_single),
+    of_calls("a chunk longer than what is held loses its mask's offset", _without_offset, _longer),
+    of_calls("the mask without offset from the third chunk on", _without_offset, _third),
     Fault(
         "attention sees 32 tokens",
         masked(
