@@ -15,7 +15,7 @@ import numpy as np
 from mlxkv.judge.case import CACHE, ORDER, Case
 from oracle.formats import contents
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan
+from oracle.formats.plan import Plan, fewer_prefixes, growing_prefixes
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -28,7 +28,7 @@ def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
     found: dict[str, Trace] = {}
     for trace in traces:
         digest = trace.meta.plan.digest
-        names = [name for name, of in manifest.plans.items() if of == digest]
+        names = [name for name in manifest.plans if digest in _digests(manifest, name, trace)]
         if not names:
             known = ", ".join(f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items()))
             what, remedy = f"plan digest is {digest[:12]}", "run the oracle folder's plans"
@@ -70,12 +70,23 @@ def trace_reasons(trace: Trace, plan: str, case: Case, *, dtype: str) -> list[st
     if not wanted:
         known = ", ".join(sorted(manifest.plans))
         reasons.append(f"plan {plan!r} is not judged here, expected one of {known}")
-    elif found != wanted:
+    elif found not in _digests(manifest, plan, trace):
         what = f"plan digest is {found[:12]}, expected {wanted[:12]} of plan {plan!r}"
         reasons.append(f"{what}; run that plan")
     else:
         reasons += _shape_reasons(trace, case, dtype) + _position_reasons(trace, case)
     return [f"{trace.label}: {reason}" for reason in reasons]
+
+
+def _digests(manifest: Manifest, plan: str, trace: Trace) -> set[str]:
+    """What a trace of a judged plan may have as its plan's: in float64 it may have fewer of the
+    growing prefixes.
+    """
+    found = {manifest.plans[plan]}
+    if plan == "prefixes" and trace.meta.dtype == "float64":
+        steps = growing_prefixes(tuple(manifest.tokens), manifest.prompt_tokens)
+        found.add(fewer_prefixes(Plan(plan, steps, "last")).digest)
+    return found
 
 
 def engine_reasons(traces: Sequence[Trace]) -> list[str]:
@@ -156,10 +167,12 @@ def _position_reasons(trace: Trace, case: Case) -> list[str]:
 
 def _needed(plan: Plan, case: Case) -> set[int]:
     """The positions of which a run of a plan must have rows: those that the plan names, or else
-    what the tables show and the end of each call.
+    what the tables show and the end of each call. Without a cache each call is a run of its own.
     """
     if isinstance(plan.rows, tuple):
         return set(plan.rows)
+    if not any(call.keeps for call in plan.calls()):
+        return asked(plan)
     return set(range(case.manifest.prompt_tokens - 1, case.length)) | asked(plan)
 
 

@@ -33,9 +33,8 @@ def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str
         return list(NOTHING)
     plans = [t.meta.plan for one in sequences for t in (one.runs or one.exact).values()]
     lines = [_positions(sequences, probe), _ids(sequences, main.case.truth.logits.shape[1])]
-    lines += [*_shapes(plans), _absent_plan(main), *_rows(sequences)]
-    lines += [_LIFE]
-    lines += [_repeats(sequences)]
+    lines += [*_shapes(plans), _absent_plan(main), *_prefixes(main)]
+    lines += [*_rows(sequences), _LIFE, _repeats(sequences)]
     lines += [f"the probe: {why_no_probe}"] if probe is None else _of_probe(probe)
     return [line for line in lines if line]
 
@@ -88,6 +87,16 @@ def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
 def _after_single(feeds: Sequence[Feed]) -> bool:
     """Whether several tokens are fed to a cache after a single one."""
     return any(a.width == 1 and b.width > 1 and b.held == a.held + 1 for a, b in pairwise(feeds))
+
+
+def _prefixes(main: Judged) -> list[str]:
+    """That lane A was fed fewer of the growing prefixes than lane B."""
+    both = [lane.get("prefixes") for lane in (main.exact, main.runs)]
+    fed, every = (len(list(t.meta.plan.calls())) if t is not None else 0 for t in both)
+    if not 0 < fed < every:
+        return []
+    what = "without a cache each is a run of its own; the run's dtype had all"
+    return [f"{every - fed} of {every} growing prefixes in float64: {what}"]
 
 
 def _absent_plan(main: Judged) -> str | None:

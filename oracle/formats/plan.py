@@ -36,6 +36,8 @@ PROBE_LENGTH = 300
 WITHOUT_REFERENCE = ("prefixes", "mixed")
 """The judged plans that transformers does not follow: the truth and the floors, by position, are
 what they are judged by."""
+_FEW = 3
+"""The growing prefixes that are followed in float64."""
 MIXED_LEAST = 5
 """Tokens that the plan `mixed` needs: a single one, and two chunks after it."""
 
@@ -375,6 +377,20 @@ def growing_prefixes(ids: tuple[int, ...], prompt: int) -> tuple[Step, ...]:
     """The prompt, then one token more at each call, every time from nothing."""
     new = New("a", use_kv_cache=False)
     return tuple(s for end in range(prompt, len(ids) + 1) for s in (new, Call("a", ids[:end], 0)))
+
+
+def fewer_prefixes(plan: Plan) -> Plan:
+    """A plan of growing prefixes with three of them left, the first, the middle and the last; any
+    other plan as it is.
+
+    Where there is no noise, what three lengths show from nothing the others do not add to.
+    """
+    calls = list(plan.calls())
+    if len(calls) <= _FEW or any(call.keeps for call in calls):
+        return plan
+    kept = [calls[0].step, calls[len(calls) // 2].step, calls[-1].step]
+    new = next(step for step in plan.steps if isinstance(step, New))
+    return Plan(plan.name, tuple(step for call in kept for step in (new, call)), plan.rows)
 
 
 def in_calls(name: str, ids: Ids, sizes: Sequence[int], rows: Rows = "all") -> Plan:

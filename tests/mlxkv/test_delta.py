@@ -47,6 +47,7 @@ from mlxkv.report.text import number, ordered
 from oracle.formats import disk, run_folder
 from oracle.formats import trace as trace_file
 from oracle.formats.errors import Refusal
+from oracle.formats.plan import fewer_prefixes
 from oracle.formats.run_folder import SEQUENTIAL, Pool
 from oracle.formats.tensors import writer
 from oracle.formats.trace import Trace
@@ -168,6 +169,36 @@ def test_traces_find_their_plan_by_digest_whatever_they_call_it() -> None:
         by_plan(CASE.manifest, [cached, STEP])
     with pytest.raises(Refusal, match="expected one of chunked"):
         by_plan(CASE.manifest, [replace(STEP, meta=replace(STEP.meta, plan=plans(8)["step"]))])
+
+
+def fewer(trace: trace_file.Trace, dtype: str) -> trace_file.Trace:
+    """The run of the first, the middle and the last of the growing prefixes alone."""
+    few = fewer_prefixes(trace.meta.plan)
+    made = rows(trace, np.flatnonzero(np.isin(trace.positions, sorted(asked(few)))))
+    arrays = {n: a.astype(np.float64) if n == "logits" else a for n, a in made.arrays.items()}
+    return replace(made, arrays=arrays, meta=replace(made.meta, plan=few, dtype=dtype))
+
+
+def test_fewer_of_the_growing_prefixes_serve_in_float64_alone() -> None:
+    run = make_candidates(CASE)["prefixes"]
+    few = fewer(run, "float64")
+    assert len(few.positions) == 3 < len(run.positions)
+    assert by_plan(CASE.manifest, [few]) == {"prefixes": few}
+    assert trace_reasons(few, "prefixes", CASE, dtype="float64") == []
+    assert (
+        "no row for position"
+        in (
+            trace_reasons(rows(few, [0, 1]), "prefixes", CASE, dtype="float64")[
+                0
+            ]
+        )
+    )
+    assert (
+        "plan digest is"
+        in (trace_reasons(fewer(run, "float32"), "prefixes", CASE, dtype="float32")[0])
+    )
+    with pytest.raises(Refusal, match="expected one of chunked"):
+        by_plan(CASE.manifest, [fewer(run, "float32")])
 
 
 def test_full_and_step_coincide_where_nothing_is_decoded() -> None:

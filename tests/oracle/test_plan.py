@@ -50,6 +50,22 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     assert plan.to_json()["format"] == "mlxkv-plan/2"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "ends"), [(1, [1, 5, 9]), (5, [5, 7, 9]), (7, [7, 8, 9]), (8, [8, 9]), (9, [9])]
+)
+def test_of_growing_prefixes_three_are_left_where_there_are_more(
+    prompt: int, ends: list[int]
+) -> None:
+    made = judged_plans(range(3, 12), prompt=prompt)
+    few = plans.fewer_prefixes(made["prefixes"])
+    assert [(call.start, call.fed, call.keeps) for call in few.calls()] == [
+        (0, end, False) for end in ends
+    ]
+    assert (few.rows, few == made["prefixes"]) == ("last", prompt >= 7)
+    others = [plan for name, plan in made.items() if name != "prefixes"]
+    assert [*map(plans.fewer_prefixes, others)] == others
+
+
 @given(plan=made_plans())
 def test_a_call_keeps_the_rows_that_lie_at_its_positions(plan: Plan) -> None:
     kept, end = [], 0

@@ -16,7 +16,7 @@ from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from oracle.formats import trace
-from oracle.formats.plan import Plan
+from oracle.formats.plan import Plan, fewer_prefixes
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
 
@@ -165,7 +165,7 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
     one = replace(one, threads=max(1, (os.cpu_count() or 1) // 2))
     exact = replace(
         one,
-        plans=longest_first(one.plans),
+        plans=longest_first(map(fewer_prefixes, one.plans)),
         shared=_SHARED,
         out=out.with_name("float64"),
         dtype="float64",
@@ -192,7 +192,8 @@ def _plans(answers: Answers) -> list[list[_Named]]:
 
 def _traces(job: Job, plans: Sequence[_Named]) -> tuple[Trace, ...]:
     """The job's traces of these plans, under the plans' own names."""
-    return tuple(_read(job.trace(plan), name) for plan, name in plans if plan in job.plans)
+    followed = {plan.name for plan in job.plans}
+    return tuple(_read(job.trace(plan), name) for plan, name in plans if plan.name in followed)
 
 
 def _repeats(job: Job, plans: Sequence[_Named]) -> tuple[Trace, ...]:

@@ -28,7 +28,7 @@ from mlxkv.judge.case import Case, Probed, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.disk import write_text
-from oracle.formats.plan import Call, Clone, New, Plan, Step
+from oracle.formats.plan import Call, Clone, New, Plan, Step, fewer_prefixes
 from oracle.formats.run_folder import read_plans
 from oracle.formats.trace import Meta, Trace
 from oracle.model.checkpoint import Checkpoint
@@ -211,7 +211,8 @@ class Experiment:
         return Probed(self.probe[0], runs, exact) if made and self.probe is not None else None
 
     def _run(self, plan: str, dtype: str) -> Trace:
-        return self.ports.run(self.plans[plan], dtype)
+        made = self.plans[plan]
+        return self.ports.run(fewer_prefixes(made) if dtype == "float64" else made, dtype)
 
     def _branch(self, dtype: str) -> Trace:
         """The step plan on a clone of its prompt's cache, as a trace of the step plan.
