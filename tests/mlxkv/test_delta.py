@@ -187,11 +187,7 @@ def test_fewer_of_the_growing_prefixes_serve_in_float64_alone() -> None:
     assert trace_reasons(few, "prefixes", CASE, dtype="float64") == []
     assert (
         "no row for position"
-        in (
-            trace_reasons(rows(few, [0, 1]), "prefixes", CASE, dtype="float64")[
-                0
-            ]
-        )
+        in (trace_reasons(rows(few, [0, 1]), "prefixes", CASE, dtype="float64")[0])
     )
     assert (
         "plan digest is"
