@@ -24,7 +24,20 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.exits import DEBUG, PARENT
-from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, Step
+from oracle.formats.plan import (
+    Call,
+    Clone,
+    Crop,
+    Fail,
+    Greedy,
+    New,
+    Pad,
+    Plan,
+    Recall,
+    Reload,
+    Reset,
+    Step,
+)
 from oracle.formats.trace import Meta, Outcome, write
 
 Array = npt.NDArray[Any]
@@ -76,7 +89,8 @@ class PlanRunner(ABC):
 
     `caches` are the engine's, by name; mlx-lm's convention has None for no cache. `seconds` are
     those spent in forward calls. Of a batch the logits of one row stand after those of another, and
-    `batch` says which they are of; `batches` are the rows of each cache's, 0 where it holds none.
+    `batch` says which they are of; `batches` are the rows of each cache's, 0 where it holds none,
+    and `padding` what stands before each of them.
     """
 
     failures: tuple[type[Exception], ...] = (ValueError,)
@@ -89,6 +103,7 @@ class PlanRunner(ABC):
         self.steps: list[Array] = []
         self.batch: list[Array] = []
         self.batches: dict[str, int] = {}
+        self.padding: dict[str, tuple[int, ...]] = {}
         self.outcomes: list[Outcome] = []
         self.seconds = 0.0
 
@@ -107,6 +122,22 @@ class PlanRunner(ABC):
     def reset(self, name: str) -> None:
         """The cache is empty again."""
         self.new(name, self.caches[name] is not None)
+
+    def pad(self, name: str, left: tuple[int, ...]) -> None:
+        """The next rows of this cache, which is empty, have so much padding on the left."""
+        raise Inexpressible("it takes no padded rows")
+
+    def reload(self, name: str) -> None:
+        """The cache goes to a file, and what comes back takes its place."""
+        raise Inexpressible("it has no way to save a cache")
+
+    def recall(self, source: str, target: str, length: int) -> None:
+        """`target` is what a store that has `source` gives for its first `length` tokens."""
+        raise Inexpressible("it has no store of caches")
+
+    def fail(self, name: str, tokens: tuple[int, ...]) -> None:
+        """A call that is broken off half way through the layers, and what a user does then."""
+        raise Inexpressible("its calls cannot be broken off here")
 
     @abstractmethod
     def held(self, name: str) -> int:
@@ -178,7 +209,7 @@ class PlanRunner(ABC):
         match step:
             case New(name, use_kv_cache):
                 self.new(name, use_kv_cache)
-                self.batches[name] = 0
+                self.batches[name], self.padding[name] = 0, ()
             case Call(name, _, index_pos):
                 self.batches[name] = len(step.batch) if step.batched else 0
                 self._call(index, name, step.batch, index_pos)
@@ -186,12 +217,28 @@ class PlanRunner(ABC):
                 return self._greedy(index, step)
             case Clone(source, target):
                 self.clone(source, target)
-                self.batches[target] = self.batches[source]
+                self._same_rows(source, target)
             case Crop(name, length):
                 self.crop(name, length)
             case Reset(name):
                 self.reset(name)
+                self.padding[name] = ()
+            case Pad(name, left):
+                self.pad(name, left)
+                self.padding[name] = left
+            case Reload(name):
+                self.reload(name)
+            case Recall(source, target, length):
+                self.recall(source, target, length)
+                self._same_rows(source, target)
+            case Fail(name, tokens):
+                self.fail(name, tokens)
         return None
+
+    def _same_rows(self, source: str, target: str) -> None:
+        """`target` holds what `source` does, of as many rows."""
+        self.batches[target] = self.batches[source]
+        self.padding[target] = self.padding.get(source, ())
 
     def _call(self, index: int, name: str, batch: Batch, index_pos: int | None) -> Array:
         """One call, whose kept rows go into the trace; the last of its logits."""
@@ -202,7 +249,9 @@ class PlanRunner(ABC):
         self.seconds += time.perf_counter() - begun
         rows = logits[:, : len(places)].reshape(-1, logits.shape[-1])
         self.rows.append(rows)
-        self.positions.append(np.tile(held + np.array(places, np.int32), len(batch)))
+        left = np.array(self.padding.get(name) or (0,) * len(batch), np.int32)
+        at = held + np.array(places, np.int32) - left[:, None]
+        self.positions.append(at.ravel())
         self.batch.append(np.repeat(np.arange(len(batch)), len(places)))
         self.steps.append(np.full(len(rows), index))
         newest: Array = logits[-1, -1]

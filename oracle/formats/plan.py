@@ -125,7 +125,43 @@ class Reset(_Step, frozen=True):
     cache: str
 
 
-Step = New | Call | Greedy | Clone | Crop | Reset
+class Pad(_Step, frozen=True):
+    """The next call's rows, a batch on an empty cache, begin with so many tokens of padding each.
+
+    A padded row's own tokens count from 0, and nothing sees its padding.
+    """
+
+    cache: str
+    left: tuple[Whole, ...]
+
+
+class Reload(_Step, frozen=True):
+    """The cache is saved to a file, and what is read from it takes its place."""
+
+    cache: str
+
+
+class Recall(_Step, frozen=True, rename={"source": "from", "target": "to"}):
+    """A store of caches, which has `source`, gives what serves a sequence that begins as its first
+    `length` tokens do: `target`. `source` stays as it is.
+    """
+
+    source: str
+    target: str
+    length: Whole
+
+
+class Fail(_Step, frozen=True):
+    """A call of `tokens` that is broken off half way through the layers, as by an interrupt.
+
+    What the cache holds is to be what it held before.
+    """
+
+    cache: str
+    tokens: _Ids
+
+
+Step = New | Call | Greedy | Clone | Crop | Reset | Pad | Reload | Recall | Fail
 
 
 class _Fields(TypedDict):
@@ -236,6 +272,9 @@ class Plan:
                     held[target], keeps[target] = held.get(source, 0), keeps.get(source, True)
                 case Crop(cache, length):
                     held[cache] = min(length, held.get(cache, 0))
+                case Recall(source, target, length):
+                    held[target] = min(length, held.get(source, 0))
+                    keeps[target] = keeps.get(source, True)
                 case Reset(cache):
                     held[cache] = 0
 
@@ -449,7 +488,7 @@ def _check_caches(steps: tuple[Step, ...], where: str) -> None:
     for i, step in enumerate(steps):
         reads, makes = (
             (step.source, step.target)
-            if isinstance(step, Clone)
+            if isinstance(step, Clone | Recall)
             else (None if isinstance(step, New) else step.cache, step.cache)
         )
         for name in (reads, makes):
@@ -468,7 +507,7 @@ def _check_batches(steps: tuple[Step, ...], where: str) -> None:
     for i, step in enumerate(steps):
         if isinstance(step, New | Reset):
             holds.pop(step.cache, None)
-        elif isinstance(step, Clone):
+        elif isinstance(step, Clone | Recall):
             copied = {step.target: holds[step.source]} if step.source in holds else {}
             holds.pop(step.target, None)
             holds |= copied

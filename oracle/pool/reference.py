@@ -207,6 +207,8 @@ class _Run:
                     caches[cache] = self._cropped(caches[cache], length)
                 case Reset(cache):
                     caches[cache] = None if caches[cache] is None else self._fresh()
+                case _:
+                    raise Inexpressible(f"transformers has no such step as {type(step).__name__}")
         except Exception as error:
             return Outcome.failed(error, chosen or None)
         return Outcome(chosen or None)

@@ -1,0 +1,145 @@
+"""Which caches can be named, what each keeps of a sequence, and whose process runs it.
+
+A cache of one's own is FILE.py:make or module:function: `make(config)`, given mlx-lm's ModelArgs,
+returns one cache per layer with mlx-lm's protocol. It runs inside mlx-lm's Llama, as those of
+mlx-lm and `ours` do. This module makes no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from oracle.formats import cache_name
+from oracle.formats.errors import Refusal, brief
+
+Lossy = Literal["", "quantised", "window"]
+Whose = Literal["mlx-lm", "ours", "port", "transformers", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A cache that is known by name; `options` are its keys and their defaults, None: must be given.
+
+    `lossy` says in which way it keeps less than it is given, "" if in none.
+    """
+
+    whose: Whose
+    what: str
+    options: Mapping[str, int | str | None] = field(default_factory=dict)
+    lossy: Lossy = ""
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "KVCache": BuiltIn("mlx-lm", "mlx-lm's usual one"),
+    "ConcatenateKVCache": BuiltIn("mlx-lm", "no spare rows: concatenates at each call"),
+    "ChunkedKVCache": BuiltIn("mlx-lm", "drops what lies before its chunk", {"size": 8192}),
+    "RotatingKVCache": BuiltIn(
+        "mlx-lm", "a window, and sinks", {"size": None, "keep": 0}, "window"
+    ),
+    "QuantizedKVCache": BuiltIn(
+        "mlx-lm", "affine groups", {"bits": 8, "group_size": 64}, "quantised"
+    ),
+    "BatchKVCache": BuiltIn("mlx-lm", "rows of different lengths, padded on the left"),
+    "BatchRotatingKVCache": BuiltIn("mlx-lm", "the same with a window", {"size": None}, "window"),
+    "SwitchedKVCache": BuiltIn(
+        "ours",
+        "a KVCache that becomes a QuantizedKVCache (to_quantized) before the first call after "
+        "`start` tokens, as mlx-lm's quantized_kv_start does",
+        {"bits": 4, "group_size": 64, "start": 0},
+        "quantised",
+    ),
+    "StoredKVCache": BuiltIn(
+        "ours", "keys and values rounded to a dtype", {"dtype": "float16"}, "quantised"
+    ),
+    "SplitKVCache": BuiltIn(
+        "ours",
+        "affine groups, other bits for keys than for values (0: not quantised), unpacked before "
+        "attention",
+        {"keys": 8, "values": 4, "group_size": 64},
+        "quantised",
+    ),
+    "port": BuiltIn("port", "the port's own Cache", {"mode": "guarded"}),
+    "DynamicCache": BuiltIn("transformers", "transformers' usual one"),
+    "StaticCache": BuiltIn("transformers", "of one size from the start", {"size": 512}),
+    "DynamicSlidingCache": BuiltIn(
+        "transformers", "DynamicCache with a sliding window", {"size": None}, "window"
+    ),
+    "StaticSlidingCache": BuiltIn(
+        "transformers", "StaticCache with a sliding window", {"size": None}, "window"
+    ),
+    "QuantizedCache": BuiltIn(
+        "transformers", "its backend's own", {"backend": "fp8", "nbits": 4}, "quantised"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A cache as a person named it. `name` is its canonical spelling, with every option.
+
+    `options` are checked; of one's own cache `file` (None: `module` is imported by its name) and
+    `function` say where `make` is.
+    """
+
+    name: str
+    whose: Whose
+    lossy: Lossy
+    options: Mapping[str, int | str] = field(default_factory=dict)
+    file: Path | None = None
+    module: str = ""
+    function: str = ""
+
+    @property
+    def base(self) -> str:
+        """The name without its options."""
+        return self.name.partition(":")[0]
+
+
+def parse(text: str, *, lossy: Lossy = "") -> Kind:
+    """What a person named; a Refusal that names what there is. Nothing is executed.
+
+    `lossy` is what a person says of a cache of their own; what is built in is known.
+    """
+    base, _, function = text.partition(":")
+    if base not in BUILT_IN:
+        return _own(text, lossy)
+    given, about = cache_name.parse(text), BUILT_IN[base]
+    unknown = sorted(set(given.options) - set(about.options))
+    if unknown:
+        expected = ", ".join(about.options) or "none"
+        raise Refusal(f"option {unknown[0]!r}, expected {expected}", where=f"cache {base}")
+    options: dict[str, int | str] = {}
+    for key, default in about.options.items():
+        value = given.options.get(key, default)
+        if value is None:
+            what = f"no {key}, expected {base}:{key}=NUMBER"
+            raise Refusal(what, where=f"cache {base}", remedy="give it")
+        options[key] = int(value) if str(value).isdecimal() else value
+        if isinstance(default, int | None) and not isinstance(options[key], int):
+            raise Refusal(f"{key} is {value!r}, expected a whole number", where=f"cache {base}")
+    name = str(cache_name.CacheName(base, {key: str(value) for key, value in options.items()}))
+    if lossy and lossy != about.lossy:
+        what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
+        raise Refusal(what, remedy="leave it out")
+    return Kind(name, about.whose, about.lossy, options)
+
+
+def _own(text: str, lossy: Lossy) -> Kind:
+    """FILE.py:make or module:function."""
+    where, colon, function = text.rpartition(":")
+    if not colon or not function.isidentifier():
+        known = ", ".join(BUILT_IN)
+        what = f"{brief(text)}, expected FILE.py:make, module:function, or one of {known}"
+        raise Refusal(what, where="--cache")
+    if not where.endswith(".py"):
+        if not all(part.isidentifier() for part in where.split(".")):
+            raise Refusal(f"{brief(where)}, expected a module's name or FILE.py", where="--cache")
+        return Kind(text, "own", lossy, module=where, function=function)
+    file = Path(where).absolute()
+    if not file.is_file():
+        what = f"no such file, expected the Python file that holds {function}"
+        raise Refusal(what, where=f"--cache: {where}", remedy="check the path")
+    return Kind(f"{file.name}:{function}", "own", lossy, file=file, function=function)
