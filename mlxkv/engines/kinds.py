@@ -21,7 +21,7 @@ Whose = Literal["mlx-lm", "ours", "port", "transformers", "own"]
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A cache that is known by name; `options` are its keys and their defaults, None: must be given.
+    """A cache that is known by name; `options` are its keys and defaults (None: must be given).
 
     `lossy` says in which way it keeps less than it is given, "" if in none.
     """
@@ -103,7 +103,7 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
 
     `lossy` is what a person says of a cache of their own; what is built in is known.
     """
-    base, _, function = text.partition(":")
+    base = text.partition(":")[0]
     if base not in BUILT_IN:
         return _own(text, lossy)
     given, about = cache_name.parse(text), BUILT_IN[base]
