@@ -186,6 +186,12 @@ def test_the_floors_are_the_formulas(kept):
         np.testing.assert_allclose(floors["cached"][k], np.sqrt((apart**2).mean(1)), rtol=1e-12)
 
 
+def test_the_manifest_has_measured_proofs_and_no_limits(kept):
+    """Their limits are the reader's own, whatever a folder says."""
+    proved = {"truth_agreement", "transformers_double", "truth_max", "float32_parts"}
+    assert run_folder.read_manifest(kept).proofs.keys() == proved | {"reference_step_full_max"}
+
+
 def test_the_pools_noise_is_float32s(kept):
     _, floors = run_folder.read_floors(kept / "floors.safetensors")
     assert 1e-9 < floors["rms"].min() < floors["rms"].max() < 1e-5

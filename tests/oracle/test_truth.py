@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle.answer import PROOF_LIMITS
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import judged_plans
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.question import ask
