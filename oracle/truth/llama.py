@@ -56,22 +56,22 @@ def follow(
     shared: int = 0,
     taps: frozenset[str] = frozenset(),
     sink: Sink | None = None,
+    tables: tuple[Tensor, Tensor] | None = None,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
     """What enters the head, (n, E), for each way of cutting the sequence into segments.
 
     Every way but the first takes the first `shared` positions from it, where a segment must begin.
     `sink` is given each layer's number and, of the first way, its `keys` (after RoPE) and `values`,
-    both (K, n, D), and the taps asked for, which need that way to be a single segment.
+    both (K, n, D), and the taps asked for, which need that way to be a single segment. `tables` are
+    those of `rope_tables` for all tokens; None: they are made here.
     """
     n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
-    streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
+    streams = _streams(segments, embedded, shared)
     first, *others = streams.values()
-    for stream in others:
-        stream.spans = [span for span in stream.spans if span[0] >= shared]
     if taps and len(first.spans) > 1:
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
-    tables = rope_tables(config, n)
+    tables = tables or rope_tables(config, n)
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
         layer = Layer(config, weights.layer(config, i), tables)
@@ -288,6 +288,19 @@ def write_logits(
             largest = (other[rows] @ head.T - logits).abs().max()
             apart = max(apart, float(largest.nan_to_num(nan=math.inf)))
     return most, apart
+
+
+def _streams(
+    segments: Mapping[str, Sequence[int]], embedded: Tensor, shared: int
+) -> dict[str, Stream]:
+    """Each way of following the embedded tokens (n, E), all but the first from `shared` on."""
+    streams = {
+        name: Stream(_spans(sizes, len(embedded)), embedded.clone())
+        for name, sizes in segments.items()
+    }
+    for stream in list(streams.values())[1:]:
+        stream.spans = [span for span in stream.spans if span[0] >= shared]
+    return streams
 
 
 def _spans(sizes: Sequence[int], n: int) -> list[tuple[int, int]]:

@@ -339,6 +339,25 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     )
 
 
+def test_the_trace_has_the_very_tables_that_the_sequence_was_followed_with(
+    checkpoints, tmp_path, monkeypatch
+):
+    right, made = record.llama.rope_tables, []
+
+    def tables(config, n):
+        made.append(right(config, n))
+        return made[-1]
+
+    monkeypatch.setattr(record.llama, "rope_tables", tables)
+    weights = Weights(checkpoints["gqa"], dtype="float32")
+    config, plan = checked(checkpoints["gqa"]), judged_plans(TOKENS, prompt=5)["full"]
+    record.write(tmp_path / "t.safetensors", weights, config, plan=plan, segments={"full": [N]})
+    ((cos, sin),) = made
+    stored = trace.read(tmp_path / "t.safetensors").arrays
+    np.testing.assert_array_equal(stored["rope/cos"], cos)
+    np.testing.assert_array_equal(stored["rope/sin"], sin)
+
+
 def test_a_weight_that_its_dtype_cannot_hold_is_refused_before_anything_runs(tmp_path):
     config = models.config_of("mha")
     tensors = models.tensors_of(config)
