@@ -71,11 +71,6 @@ POOL = [f"pool-{name}.safetensors" for name in MEMBERS if not name.startswith("s
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "gqa"))
-
-
-@pytest.fixture(scope="module")
 def kept(model, tmp_path_factory):
     """A tiny run folder with its whole pool."""
     out = tmp_path_factory.mktemp("oracle") / "run"
@@ -89,11 +84,6 @@ def kept(model, tmp_path_factory):
         keep_pool=True,
     )
     return out
-
-
-@pytest.fixture
-def copy(kept, tmp_path):
-    return shutil.copytree(kept, tmp_path / "copy")
 
 
 def test_the_greedy_run_is_the_runs_of_the_step_plan(kept, model):
