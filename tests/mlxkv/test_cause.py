@@ -139,6 +139,10 @@ def no_later_mask(start: int, own: Array, keys: Array, stop: int) -> Array:
     return causal(start, own, keys, stop) & (start == 0 or len(own) == 1)
 
 
+def in_later_calls(hides: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda start, *rest: (hides if start else causal)(start, *rest)
+
+
 def to_half(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float32)
 
@@ -163,6 +167,12 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "a mask off by one (no token sees itself)": {"hides": behind},
     "a mask without its offset in a call after the first": {"hides": offset},
     "no mask in a call of several tokens after the first": {"hides": no_later_mask},
+    "a mask off by one in a call after the first (each token sees the next)": {
+        "hides": in_later_calls(ahead)
+    },
+    "a mask off by one in a call after the first (no token sees itself)": {
+        "hides": in_later_calls(behind)
+    },
     "positions one too high after the first call": {
         "position": lambda start, own: own + (start > 0)
     },
