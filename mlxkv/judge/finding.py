@@ -25,10 +25,19 @@ _DISTINCT = 4
 
 def finding(sequences: Sequence[Judged]) -> str:
     """The first that applies, "" if none: a clause without a full stop."""
-    for look in (_not_finite, _not_finite_cache, _changing, _coarse_logits, _coarse_cache):
+    for look in (_not_finite, _not_finite_cache, _repeats, _coarse_logits, _coarse_cache):
         for one in sequences:
             if words := look(one):
                 return words
+    return ""
+
+
+def changing(gates: Sequence[Gate]) -> str:
+    """What the gates say of a plan that was followed twice; "" if none differs from itself."""
+    for gate in (g for g in gates if g.name == GateName.REPEAT and g.failed):
+        how = "" if gate.limit == 0 else " by more than the noise"
+        what = f"plan {gate.plan}, followed twice, differs from itself{how}"
+        return f"results change from run to run: {what} (first at position {gate.first})"
     return ""
 
 
@@ -77,13 +86,9 @@ def _kind(row: Array) -> str:
     return "NaN" if np.isnan(row).any() else "infinite"
 
 
-def _changing(one: Judged) -> str:
-    """What a plan that was followed twice says; where it failed nothing else need be the cause."""
-    for gate in (g for g in one.gates if g.name == GateName.REPEAT and g.failed):
-        how = "" if gate.limit == 0 else " by more than the noise"
-        what = f"{_plans(one, [gate.plan])}, followed twice, differs from itself{how}"
-        return f"results change from run to run: {what} (first at position {gate.first})"
-    return ""
+def _repeats(one: Judged) -> str:
+    """Where results change, nothing else need be the cause."""
+    return changing(one.gates)
 
 
 def _coarse_logits(one: Judged) -> str:
