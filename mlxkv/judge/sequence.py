@@ -91,6 +91,7 @@ def sequence(
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
     gates, reasons, layouts = _gates(yardstick, measures, runs, exact, again)
     refused += [*exact_refused, *(f"repeat: {reason}" for reason in again_refused)]
+    refused += [_without_first(repeats[plan], plan) for plan in repeats if plan not in candidates]
     near = [note for plan in runs for note in _near(yardstick, _shown(name, plan), measures[plan])]
     return Judged(
         name=name,
@@ -125,6 +126,11 @@ def _gates(
     of_cache, odd, layouts = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
     gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
     return gates, [*exact_odd, *apart, *odd], layouts
+
+
+def _without_first(repeat: Trace, plan: str) -> str:
+    what = f"{repeat.label}: a repeat (time {repeat.meta.repeat + 1}) without a first run"
+    return f"{what} of plan {plan}; give that trace too"
 
 
 def _shown(name: str, plan: str) -> str:

@@ -47,8 +47,9 @@ def judge(
     gates of `probe` join the others; if it was not run, `Verdict.unseen` says so.
     """
     exact = algebra or {}
-    about = subject(case.manifest, [*candidates.values(), *exact.values()])
-    main = sequence(case, candidates, exact, repeats or {})
+    again = repeats or {}
+    about = subject(case.manifest, [*candidates.values(), *exact.values(), *again.values()])
+    main = sequence(case, candidates, exact, again)
     if not isinstance(main, Judged):
         return Verdict("cannot tell", (), (), about, reasons=tuple(main), unseen=NOTHING)
     probed, doubts = _probed(case, probe)

@@ -1116,6 +1116,23 @@ def test_a_repeat_that_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
     assert reason in " / ".join(verdict.reasons)
 
 
+@pytest.mark.parametrize("runs", [{}, {k: t for k, t in RUNS.items() if k != "step"}])
+def test_a_repeat_without_a_first_run_is_said_in_one_line(runs: dict[str, Trace]) -> None:
+    verdict = assign(CASE, [*runs.values(), *again().values()]).judge()
+    assert (verdict.outcome, verdict.subject.engine) == ("cannot tell", "port")
+    assert phrases.sentence(verdict).startswith(
+        "cannot tell: port trace of plan 'step': a repeat (time 2) without a first run of plan "
+        "step; give that trace too"
+    )
+
+
+def test_a_repeat_of_the_probe_is_not_left_unread() -> None:
+    trace = PROBE.candidates["full"]
+    twice = replace(trace, meta=replace(trace.meta, repeat=1))
+    with pytest.raises(Refusal, match="a repeat of the probe's plan, expected one of the run f"):
+        assign(CASE, [*RUNS.values(), twice], probe=PROBE.case)
+
+
 def as_float16(a: Array) -> Array:
     return a.astype(np.float16).astype(np.float32)
 
