@@ -119,6 +119,13 @@ class Crop(_Step, frozen=True):
     length: Whole
 
 
+class Trim(_Step, frozen=True):
+    """The cache is asked to drop its last `tokens` tokens, be it as many or not."""
+
+    cache: str
+    tokens: Whole
+
+
 class Reset(_Step, frozen=True):
     """The cache is empty again."""
 
@@ -161,7 +168,7 @@ class Fail(_Step, frozen=True):
     tokens: _Ids
 
 
-Step = New | Call | Greedy | Clone | Crop | Reset | Pad | Reload | Recall | Fail
+Step = New | Call | Greedy | Clone | Crop | Trim | Reset | Pad | Reload | Recall | Fail
 
 
 class _Fields(TypedDict):
@@ -272,6 +279,8 @@ class Plan:
                     held[target], keeps[target] = held.get(source, 0), keeps.get(source, True)
                 case Crop(cache, length):
                     held[cache] = min(length, held.get(cache, 0))
+                case Trim(cache, tokens):
+                    held[cache] = max(0, held.get(cache, 0) - tokens)
                 case Recall(source, target, length):
                     held[target] = min(length, held.get(source, 0))
                     keeps[target] = keeps.get(source, True)
