@@ -126,9 +126,7 @@ class Walk:
         one = self.held[step.cache]
         left = one.left or (0,) * len(step.batch)
         rows = one.rows if any(row.tokens for row in one.rows) else (_Row(),) * len(step.batch)
-        fed = [
-            row.fed(tokens[n:]) for row, tokens, n in zip(rows, step.batch, left, strict=True)
-        ]
+        fed = [row.fed(tokens[n:]) for row, tokens, n in zip(rows, step.batch, left, strict=True)]
         if i in self.failed:
             self.lost.add(step.cache)
         elif step.cache not in self.lost:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlxkv.commands.pitfalls.history import Sizes
+from mlxkv.judge.limits import WORST
 from mlxkv.judge.measure import Floats
 from oracle.formats.plan import Ids
 from oracle.formats.tensors import Array
@@ -83,3 +84,12 @@ def rows_of(trace: Trace, talk: Talk) -> Array:
     inside = np.isin(positions, talk.positions)
     found[talk.at(positions[inside])] = trace.logits[np.flatnonzero(inside)]
     return found
+
+
+def left_at(rows: Array, talk: Talk) -> int | None:
+    """The first position whose row, of a cache fed token by token, is not the truth's; None where
+    each is.
+    """
+    there = np.isfinite(rows).all(axis=1)
+    off = there & ~(centred(rows, talk.rows) / talk.floor <= WORST)
+    return int(talk.positions[np.flatnonzero(off)[0]]) if off.any() else None

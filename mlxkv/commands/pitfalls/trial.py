@@ -234,7 +234,11 @@ def _where(part: Part, plan: Plan) -> str:
     fed, step = part.fed, plan.steps[part.fed.step]
     assert isinstance(step, Call)
     before = next(
-        (type(s).__name__.lower() for s in plan.steps[fed.step - 1 :: -1] if not isinstance(s, Call)),
+        (
+            type(s).__name__.lower()
+            for s in plan.steps[fed.step - 1 :: -1]
+            if not isinstance(s, Call)
+        ),
         "new",
     )
     of = f", row {fed.row} of {len(step.batch)}" if len(step.batch) > 1 else ""
