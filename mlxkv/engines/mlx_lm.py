@@ -18,9 +18,9 @@ import numpy as np
 from mlxkv.engines import kinds, machine, prompt_cache, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.kinds import Kind
-from mlxkv.engines.prompt_cache import BATCH, BrokenOff
+from mlxkv.engines.prompt_cache import BATCH
 from mlxkv.engines.prompt_cache import caches_for as caches_for
-from mlxkv.engines.runner import Array, Batch, PlanRunner, blamed_on, host
+from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, blamed_on, host
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
@@ -69,6 +69,15 @@ class MlxLmRunner(PlanRunner):
         with self._blamed("trim()"):
             prompt_cache.trim(cache, held - length, self.kind.name)
         self._keep(name, length)
+
+    def trim(self, name: str, tokens: int) -> None:
+        """As mlx-lm trims: all that is there, where more is asked for."""
+        held = self.held(name)
+        if self.caches[name] is None:
+            return
+        with self._blamed("trim()"):
+            prompt_cache.trim(self.caches[name], tokens, self.kind.name, held=held)
+        self._keep(name, max(0, held - tokens))
 
     def pad(self, name: str, left: tuple[int, ...]) -> None:
         """Padding is what batch caches are made with, and others told by mlx-lm's `prepare`."""

@@ -37,6 +37,7 @@ from oracle.formats.plan import (
     Reload,
     Reset,
     Step,
+    Trim,
 )
 from oracle.formats.trace import Meta, Outcome, write
 
@@ -53,8 +54,8 @@ def blamed_on(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Inexpressible:
-        raise  # that there is no such call is said by us, and is no fault of the code
+    except (Inexpressible, BrokenOff):
+        raise  # said or done by us, and no fault of the code
     except (Exception, SystemExit) as error:
         came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
         what = f"{what} failed with {came}{place(error, name.partition(':')[0])}"
@@ -80,6 +81,10 @@ def more() -> str:
     if PARENT not in os.environ:
         return "run it by itself to see more"
     return "its traceback is above" if DEBUG in os.environ else "run again with --debug to see more"
+
+
+class BrokenOff(Exception):
+    """What breaks off a call that is to fail."""
 
 
 class CropRefusal(Refusal):
@@ -120,6 +125,10 @@ class PlanRunner(ABC):
     @abstractmethod
     def crop(self, name: str, length: int) -> None:
         """The cache keeps its first `length` tokens."""
+
+    def trim(self, name: str, tokens: int) -> None:
+        """Asks the cache itself to drop so many tokens from its end, even more than it has."""
+        raise Inexpressible("it is cut back to a length, and not by a number of tokens")
 
     def reset(self, name: str) -> None:
         """The cache is empty again."""
@@ -222,6 +231,8 @@ class PlanRunner(ABC):
                 self._same_rows(source, target)
             case Crop(name, length):
                 self.crop(name, length)
+            case Trim(name, tokens):
+                self.trim(name, tokens)
             case Reset(name):
                 self.reset(name)
                 self.padding[name] = ()

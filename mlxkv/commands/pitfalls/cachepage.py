@@ -82,7 +82,7 @@ def markdown(caches: Caches, *, commands: Sequence[str]) -> str:
     legend = [f"- **{letter}**: {_named(column)}" for letter, column in _lettered(caches)]
     legend += [f"- not for this model: {why}" for why in caches.without.values()]
     inputs = [("model", code(caches.source)), ("weights", code(caches.fingerprint))]
-    hosts = {column.kind.whose: column.environment for column in caches.columns}
+    hosts = {str(column.kind.whose): column.environment for column in caches.columns}
     parts = [
         [f"# Caches: {caches.model}", "", f"**{sentence(caches)}**"],
         [f"- news: {line}" for line in surprises(caches)],
@@ -189,13 +189,12 @@ def _lost(caches: Caches) -> list[str]:
         if column.kind.lossy:
             most = max((w for w in worst if w is not None), default=None)
             own = max((a for a in apart if a is not None), default=None)
-            noise = ", ".join(f"{name} {value:.1e}" for name, value in column.noise.items())
-            rows.append((column.kind.name, _number(most), noise, _number(own)))
+            rows.append((column.kind.name, *map(_number, (most, column.noise, own))))
     if not rows:
         return []
     head = ("cache", "worst row, in floors", "own noise, in logits", "apart, in own noise")
     words = "`mlxkv cost` says what this does to a text."
-    return ["## What the lossy ones lose", "", words, "", *markdown_table(head, rows, left={0, 2})]
+    return ["## What the lossy ones lose", "", words, "", *markdown_table(head, rows, left={0})]
 
 
 def _number(value: float | None) -> str:

@@ -21,14 +21,14 @@ FORMAT = "mlxkv-caches/1"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One cache. `noise` is a lossy one's own, by talk (a centred rms of logits); `facts` are what
+    """One cache. `noise` is a lossy one's own (a centred rms of logits); `facts` are what
     it says of itself after the first of its lives, with `fed` tokens in it.
     """
 
     kind: Kind
     came: tuple[Came, ...]
     environment: Mapping[str, Any]
-    noise: Mapping[str, float] = field(default_factory=dict)
+    noise: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     fed: int = 0
 
@@ -37,13 +37,13 @@ class Column:
         """From what its first life, which feeds a cache named "a", left."""
         facts = dict(meta.environment.get("caches", {}).get("a", {}))
         environment = {name: v for name, v in meta.environment.items() if name != "caches"}
-        noise = dict(own.noise) if own is not None else {}
+        noise = own.noise if own is not None else None
         return cls(kind, tuple(came), environment, noise, facts, meta.plan.longest)
 
     @property
     def odd(self) -> list[Came]:
-        """What was not expected."""
-        return [one for one in self.came if one.behaviour not in self.expected(one.life)]
+        """What was not expected; an error of one's own code, which is no refusal, never is."""
+        return [one for one in self.came if known.odd(self.kind, one)]
 
     def expected(self, life: str) -> tuple[Behaviour, ...]:
         """What may come of a life, the usual first."""
@@ -67,7 +67,7 @@ class Column:
     def _life(self, one: Came) -> dict[str, Any]:
         found = self.finding(one)
         expected = self.expected(one.life)
-        beside = {"expected": expected[0]} if one.behaviour not in expected else {}
+        beside: dict[str, str] = {"expected": expected[0]} if one.behaviour not in expected else {}
         beside |= {"finding": found.title} if found is not None else {}
         return {key: v for key, v in asdict(one).items() if key != "life"} | beside
 

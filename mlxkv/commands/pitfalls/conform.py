@@ -1,4 +1,4 @@
-"""`mlxkv pitfalls --cache`: a cache, or several, on all its lives, each engine in its own process."""
+"""`mlxkv pitfalls --cache`: caches on all their lives, each engine in a process of its own."""
 
 from __future__ import annotations
 

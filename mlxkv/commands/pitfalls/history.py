@@ -183,7 +183,7 @@ def twins(
             for of, other in ways
         )
     ]
-    found = {}
+    found: dict[tuple[str, Sizes], Plan] = {}
     for i, (talk, sizes) in enumerate(longest):
         kept = rows[talk]
         if not isinstance(kept, str):

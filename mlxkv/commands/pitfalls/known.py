@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxkv.commands.pitfalls.scenarios import LOSSY, NO, REFUSED, RIGHT, UNSEEN, WRONG, Behaviour
+from mlxkv.commands.pitfalls.trial import Came
 from mlxkv.engines.kinds import Kind
 
 
@@ -25,6 +26,8 @@ class Finding:
 
 
 FINDINGS: tuple[Finding, ...] = ()
+NEEDED = ("singles", "alone")
+"""What every cache must be able to."""
 DOCUMENTED: dict[str, dict[str, Behaviour]] = {}
 """By cache and life what is known beside: what it refuses or has no call for."""
 
@@ -33,13 +36,19 @@ def expected(kind: Kind, life: str) -> tuple[Behaviour, ...]:
     """What may come of a life, the usual first. A cache of one's own may be anything but wrong."""
     lossy: tuple[Behaviour, ...] = (LOSSY, UNSEEN) if kind.lossy else ()
     if kind.whose == "own":
-        return (RIGHT, *lossy, REFUSED, NO, UNSEEN)
+        return (RIGHT, *lossy) if life in NEEDED else (RIGHT, *lossy, REFUSED, NO, UNSEEN)
     if finding(kind, life) is not None:
         return (WRONG,)
     for name in (kind.name, kind.base):
         if life in DOCUMENTED.get(name, {}):
             return (DOCUMENTED[name][life],)
     return (RIGHT, *lossy)
+
+
+def odd(kind: Kind, came: Came) -> bool:
+    """Whether what came was not to be expected."""
+    crashed = kind.whose == "own" and came.crashed
+    return crashed or came.behaviour not in expected(kind, came.life)
 
 
 def finding(kind: Kind, life: str) -> Finding | None:

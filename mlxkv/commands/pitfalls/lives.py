@@ -110,7 +110,7 @@ class Talks:
 def lives(talks: Talks, *, window: int | None = None) -> list[Life]:
     """All lives of a cache; those at a window's ends for one of `window` tokens."""
     setting = talks.setting
-    made: dict[str, Steps | str] = _fed(setting) | _copied(setting) | _cut(setting) | _kept(setting)
+    made: dict[str, Steps] = _fed(setting) | _copied(setting) | _cut(setting) | _kept(setting)
     found = [Life(name, Plan(name, steps)) for name, steps in made.items()]
     found += _blocks(talks) + (_windows(talks, window) if window is not None else [])
     return sorted(found, key=lambda life: list(WHAT).index(life.name))
@@ -189,7 +189,7 @@ def _copied(s: Setting) -> dict[str, Steps]:
 
 def _cut(s: Setting) -> dict[str, Steps]:
     first, second, n, p = s.sequence, s.other_sequence, s.common, len(s.first)
-    end = tuple(feed("a", second, n, [len(s.second) - n, 1, 1, 1]))
+    end: Steps = tuple(feed("a", second, n, [len(s.second) - n, 1, 1, 1]))
     at = p + _BEFORE
     draft = (
         *_used(s)[:-1],
@@ -221,10 +221,10 @@ def _kept(s: Setting) -> dict[str, Steps]:
     """What leaves the process, or is broken off."""
     first, second, n, p = s.sequence, s.other_sequence, s.common, len(s.first)
     at = p + _BEFORE
-    on = (*feed("a", first, at, [1, 3, 1]),)
-    cut = (Crop("a", n), *feed("a", second, n, [len(s.second) - n, 1]), Crop("a", n + 1))
+    on: Steps = (*feed("a", first, at, [1, 3, 1]),)
+    cut: Steps = (Crop("a", n), *feed("a", second, n, [len(s.second) - n, 1]), Crop("a", n + 1))
     rest = tuple(feed("a", second, n + 1, [len(s.second) - n - 1, 1, 1]))
-    stored = (Recall("a", "b", n), *feed("b", second, n, [len(s.second) - n, 1, 1]))
+    stored: Steps = (Recall("a", "b", n), *feed("b", second, n, [len(s.second) - n, 1, 1]))
     broken = (
         *_used(s),
         Fail("a", first[at : at + 1]),

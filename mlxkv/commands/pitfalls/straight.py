@@ -12,7 +12,7 @@ Axes: R rows of known positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Talk:
     rows: Floats
     floor: Floats
 
-    def at(self, positions: Sequence[int]) -> Array:
+    def at(self, positions: Sequence[int] | Array) -> Array:
         """Which rows are those of these positions, all of which are known."""
         return np.searchsorted(self.positions, np.asarray(positions, np.int64))
 
@@ -50,13 +50,14 @@ class Talk:
 @dataclass(frozen=True, slots=True, eq=False)
 class Straight:
     """One lossy cache fed straight: by talk its rows (R, V), and how far dithered runs of it lie
-    from one another (`noise`, a centred rms).
+    from one another (`noise`, a centred rms, of the talk where that is most: a bucket turns seldom
+    on a small model, and by as much wherever it does).
 
     A cache whose rows depend on how it is fed has rows for each way instead, in `ways`.
     """
 
-    rows: Mapping[str, Array] = field(default_factory=dict)
-    noise: Mapping[str, float] = field(default_factory=dict)
+    rows: Mapping[str, Array]
+    noise: float
     ways: Mapping[tuple[str, Sizes], Array] | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -18,10 +18,9 @@ from mlxkv.commands.pitfalls.lives import straight as fed_straight
 from mlxkv.commands.pitfalls.scenarios import Setting
 from mlxkv.commands.pitfalls.straight import DITHERS, Talk, left_at, noise, rows_of
 from mlxkv.commands.pitfalls.trial import Came, Trial
-from mlxkv.engines import kinds
+from mlxkv.engines import own_cache
 from mlxkv.engines.kinds import Kind, Lossy
 from mlxkv.engines.mlx_lm import MlxLmRunner
-from mlxkv.engines.runner import blamed_on
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Ids, Plan
 from oracle.formats.trace import Meta, Trace
@@ -41,10 +40,12 @@ SMALL = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 512,
 }
-"""Heads of 64, so that groups of 32 and of 64 fit; two of them, so that a head mixed up is seen."""
+"""Heads of 64, so that groups of 32 and 64 fit; two of them, so that a head mixed up is seen."""
 SHARP = 3.0
-"""By how much queries and keys are larger than at random: flat attention hides which row is read."""
-_DITHER = 2.0**-23
+"""By how much queries and keys exceed random ones: flat attention hides which row is read."""
+DITHER, MORE = 2.0**-23, 2.0**-20
+"""By how much the embedding is dithered: as float32 rounds it; and for a lossy cache by more, since
+on so small a model hardly a bucket would turn, and what counts is how far one that does goes."""
 
 
 class _Runner(MlxLmRunner):
@@ -55,8 +56,6 @@ class _Runner(MlxLmRunner):
         self.make = make
 
     def _made(self, batch: int, padding: Sequence[int]) -> list[Any]:
-        from mlxkv.engines import own_cache
-
         return own_cache.checked(self.make, self.model.args, len(self.model.layers), self.kind)
 
 
@@ -85,22 +84,29 @@ def small() -> Any:
 def tried(
     make: Callable[[Any], Any],
     *,
-    lossy: Lossy = "",
+    lossy: str = "",
     model: Any = None,
     only: Collection[str] = (),
-) -> list[Came]:
+) -> tuple[Kind, list[Came]]:
     """What came of every life of the caches that `make` makes, or of `only` some."""
+    if lossy not in get_args(Lossy):
+        what = f"{lossy!r}, expected {' or '.join(map(repr, get_args(Lossy)))}"
+        raise Refusal(what, where="lossy")
     if unknown := sorted(set(only) - set(WHAT)):
         what = f"{unknown[0]!r}, expected some of {', '.join(WHAT)}"
         raise Refusal(what, where="scenarios")
     model = small() if model is None else model
     name = getattr(make, "__qualname__", type(make).__name__)
-    kind = Kind(name, "own", lossy, module=getattr(make, "__module__", ""), function=name)
+    kind = Kind(
+        name, "own", cast(Lossy, lossy), module=getattr(make, "__module__", ""), function=name
+    )
     talks = Talks(_setting(model), _ids(model, LONG, seed=2))
     trial = Trial(kind, talks, None, tuple(only))
 
+    own_cache.checked(make, model.args, len(model.layers), kind)
+
     def run(plan: Plan, dither: int = 0) -> Trace:
-        with dithered(model, dither):
+        with dithered(model, dither, by=MORE):
             return _trace(_Runner(model, plan, kind, make))
 
     truths = {name: _truth(model, name, tokens) for name, tokens in talks.tokens.items()}
@@ -108,7 +114,7 @@ def tried(
         trial = Trial(kind, talks, _window(run, truths["long"]), tuple(only))
     traces = {plan.name: run(plan) for plan in trial.plans}
     again = [{p.name: run(p, n) for p in trial.straights} for n in DITHERS]
-    return trial.judge(traces, truths, trial.measure(traces, again, truths))
+    return kind, trial.judge(traces, truths, trial.measure(traces, again, truths))
 
 
 def _trace(runner: MlxLmRunner) -> Trace:
@@ -119,8 +125,8 @@ def _trace(runner: MlxLmRunner) -> Trace:
 
 
 @contextmanager
-def dithered(model: Any, seed: int) -> Iterator[None]:
-    """The model's embedding off by about as much as float32 rounds it, for the block; 0: as it is."""
+def dithered(model: Any, seed: int, *, by: float = DITHER) -> Iterator[None]:
+    """The embedding is off by `by` times normal numbers for the block; where seed is 0, it is not."""
     import mlx.core as mx
 
     if seed == 0:
@@ -129,7 +135,7 @@ def dithered(model: Any, seed: int) -> Iterator[None]:
     embedding = model.model.embed_tokens
     kept = embedding.weight
     chance = np.random.default_rng(seed).standard_normal(kept.shape)
-    embedding.weight = kept * mx.array(1 + _DITHER * chance, dtype=kept.dtype)
+    embedding.weight = kept * mx.array(1 + by * chance, dtype=kept.dtype)
     try:
         yield
     finally:

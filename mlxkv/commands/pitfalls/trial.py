@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +25,12 @@ DEPENDS = ("SwitchedKVCache", "QuantizedCache")
 quantised is what a call before has left. They are measured by fresh caches fed in the same calls;
 where that is all that a life is, nothing is left to compare."""
 
-OWN_NOISE = 8.0
-"""Of a lossy cache's own noise: how far its rows may be from those of the same cache fed straight."""
+OWN_NOISE = 4.0
+"""How far a lossy cache's rows may be from those of itself fed straight, in its own noise."""
 
+_CRASH = re.compile(
+    r"\b(?:Attribute|Type|Index|Key|Name|UnboundLocal|ZeroDivision|Assertion|Recursion)Error\b"
+)
 SPARE = 4096
 """Bytes by which what a cache says may differ from what is allocated: offsets and paddings."""
 
@@ -48,6 +52,11 @@ class Came:
     where: str = ""
     errors: tuple[str, ...] = ()
     reason: str = ""
+
+    @property
+    def crashed(self) -> bool:
+        """Whether an error is one of the code's own, rather than a refusal."""
+        return any(_CRASH.search(error) for error in self.errors)
 
     @property
     def cost(self) -> float | None:
@@ -133,13 +142,13 @@ class Trial:
         """The cache's own rows and noise, from runs by their plans' names."""
         if not self.kind.lossy:
             return None
-        rows, own = {}, {}
+        rows, own = {}, 0.0
         for plan in self.straights:
             talk = plan.name.removeprefix("straight-")
             runs = [rows_of(some[plan.name], truths[talk]) for some in (traces, *dithered)]
             there = np.isfinite(runs[0]).all(axis=1)
             rows[talk] = runs[0]
-            own[talk] = noise([run[there] for run in runs], truths[talk].floor[there])
+            own = max(own, noise([run[there] for run in runs], truths[talk].floor[there]))
         if not self.depends:
             return Straight(rows, own)
         kept = {plan.name: plan for plan in self.ways.values()}
@@ -153,7 +162,7 @@ class Trial:
         truths: Mapping[str, Talk],
         own: Straight | None,
     ) -> list[Came]:
-        """What came of every life, from runs by their plans' names, and of what it says of itself."""
+        """What came of every life, from runs by their plans' names, and of what it says."""
         tokens = self.talks.tokens
         found, said = [], Said(self.kind)
         for life in self.lives:
@@ -200,7 +209,7 @@ def _part(fed: Fed, trace: Trace, talk: Talk, own: Straight | None) -> Part | No
     if own.ways is not None and fed.plain:
         return Part(fed, UNSEEN, worst, None, len(rows))
     straight = own.rows[fed.talk] if own.ways is None else own.ways[fed.talk, fed.sizes]
-    apart = float(centred(rows, straight[at]).max()) / own.noise[fed.talk]
+    apart = float(centred(rows, straight[at]).max()) / own.noise
     return Part(fed, LOSSY if apart <= OWN_NOISE else WRONG, worst, apart, len(rows))
 
 
