@@ -7,7 +7,7 @@ mlx-lm and `ours` do. This module makes no cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,12 @@ INSIDE: tuple[Whose, ...] = ("mlx-lm", "ours", "own")
 """Whose caches run inside mlx-lm's Llama."""
 BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What mx.quantize takes in its mode "affine" (MLX 0.32)."""
-DTYPES = ("float16", "bfloat16")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("float16", "bfloat16"),
+    "mode": ("guarded", "candle"),
+    "backend": ("fp8", "quanto", "hqq"),
+}
+"""What an option may be that is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,23 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
         options[key] = int(value) if str(value).isdecimal() else value
         if isinstance(default, int | None) and not isinstance(options[key], int):
             raise Refusal(f"{key} is {value!r}, expected a whole number", where=f"cache {base}")
+        if (known := CHOICES.get(key)) is not None and value not in known:
+            what = f"{key} is {value!r}, expected one of {', '.join(known)}"
+            raise Refusal(what, where=f"cache {base}")
     name = str(cache_name.CacheName(base, {key: str(value) for key, value in options.items()}))
     if lossy and lossy != about.lossy:
         what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
         raise Refusal(what, remedy="leave it out")
     return Kind(name, about.whose, about.lossy, options)
+
+
+def executed(texts: Iterable[str]) -> str:
+    """The file or module of a person's own among caches as `Kind.text` has them; "" if none is."""
+    for text in texts:
+        where, colon, _ = text.rpartition(":")
+        if colon and text.partition(":")[0] not in BUILT_IN:
+            return Path(where).name
+    return ""
 
 
 def require(kind: Kind, head_dim: int) -> None:
@@ -154,8 +171,6 @@ def require(kind: Kind, head_dim: int) -> None:
         expected = f"expected {' or '.join(fit) or 'none'}, which divides head_dim {head_dim}"
         remedy = "give that" if fit else "no quantised cache fits this model"
         raise Refusal(f"group_size is {size}, {expected}", where=where, remedy=remedy)
-    if (dtype := kind.options.get("dtype")) is not None and dtype not in DTYPES:
-        raise Refusal(f"dtype is {dtype}, expected {' or '.join(DTYPES)}", where=where)
     least = int(kind.options.get("keep", 0)) + 1
     if int(kind.options.get("size", least)) < least:
         raise Refusal(f"size is {kind.options['size']}, expected {least} or more", where=where)

@@ -76,7 +76,7 @@ def trim(cache: list[Any], n: int, name: str, *, held: int | None = None) -> Non
 
     for call in ("is_trimmable", "trim"):
         if not all(callable(getattr(layer, call, None)) for layer in cache):
-            raise Inexpressible(f"a {name} has no {call}()")
+            raise Inexpressible(f"{name} has no {call}()")
     trimmed = trim_prompt_cache(cache, n)
     if trimmed != (n if held is None else min(n, held)):
         what = f"trim_prompt_cache trimmed {trimmed} of {n} tokens"
@@ -106,7 +106,7 @@ def reloaded(cache: list[Any]) -> list[Any]:
     classes = {type(layer).__name__: type(layer) for layer in cache}
     for name, of in classes.items():
         if not (hasattr(of, "state") and callable(getattr(of, "from_state", None))):
-            raise Inexpressible(f"a {name} has no state and from_state to be saved and read by")
+            raise Inexpressible(f"class {name} has no state and from_state to be saved and read by")
     with tempfile.TemporaryDirectory() as folder, _known(classes):
         file = str(Path(folder) / "cache.safetensors")
         save_prompt_cache(file, cache)

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.engines.job import Job
+from mlxkv.engines.job import DITHER, Job
 from mlxkv.engines.progress import bar
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.exits import DEBUG, PARENT
@@ -55,7 +55,7 @@ def blamed_on(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except (Inexpressible, BrokenOff):
-        raise  # said or done by us, and no fault of the code
+        raise  # these are ours, and no fault of the code
     except (Exception, SystemExit) as error:
         came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
         what = f"{what} failed with {came}{place(error, name.partition(':')[0])}"
@@ -84,7 +84,7 @@ def more() -> str:
 
 
 class BrokenOff(Exception):
-    """What breaks off a call that is to fail."""
+    """What a call raises that is to be broken off."""
 
 
 class CropRefusal(Refusal):
@@ -303,6 +303,25 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
             write(path, replace(made, environment=environment), runner.arrays())
     job.write_seconds(seconds)
+
+
+def dither(module: Any, seed: int) -> None:
+    """Multiplies an embedding's weight (V, E) by 1 + DITHER times normal numbers; 0: does nothing.
+
+    The oracle does the same, with the same numbers. A Refusal for packed weights, which cannot
+    change by so little; those of half precision do not, since they are rounded to it again.
+    """
+    import mlx.core as mx
+
+    if not seed:
+        return
+    weight = module.weight
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        raise Refusal("the embedding is packed, expected floats", where="dither")
+    normal = np.random.default_rng(seed).standard_normal(weight.shape, np.float32)
+    factors = mx.array(1 + DITHER * normal.astype(np.float64), mx.float64)
+    with mx.stream(mx.cpu):
+        module.weight = (weight.astype(mx.float64) * factors).astype(weight.dtype)
 
 
 def host(array: Any) -> Array:

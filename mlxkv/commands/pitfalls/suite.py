@@ -126,7 +126,7 @@ def _trace(runner: MlxLmRunner) -> Trace:
 
 @contextmanager
 def dithered(model: Any, seed: int, *, by: float = DITHER) -> Iterator[None]:
-    """The embedding is off by `by` times normal numbers for the block; where seed is 0, it is not."""
+    """The embedding is off by `by` times normal numbers for the block; where seed is 0, not."""
     import mlx.core as mx
 
     if seed == 0:
