@@ -212,7 +212,7 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 )
 @_device
 @_report("the matrix")
-def pitfalls(caches: tuple[str, ...], lossy: str | None, **options: Any) -> Callable[..., Report]:
+def pitfalls(caches: tuple[str, ...], lossy: Any, **options: Any) -> Callable[..., Report]:
     """Run every right and wrong use of a cache on four systems, and say what came of it.
 
     The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when

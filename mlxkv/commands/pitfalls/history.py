@@ -38,8 +38,8 @@ class Fed:
     """One row of one call: the tokens of `talk` from `start` to `end` went in, in the last of the
     calls `sizes`.
 
-    `plain` says that the cache has been fed and nothing else. Of the row, `left` tokens are
-    padding.
+    `plain` says that the cache has been fed and nothing else, `cut` that it was cut back. Of the
+    row, `left` tokens are padding.
     """
 
     step: int
@@ -48,6 +48,7 @@ class Fed:
     sizes: Sizes
     left: int = 0
     plain: bool = True
+    cut: bool = False
 
     @property
     def end(self) -> int:
@@ -83,6 +84,7 @@ class _Held:
     left: tuple[int, ...] = ()
     padded: tuple[int, ...] = ()
     plain: bool = True
+    was_cut: bool = False
 
     @property
     def length(self) -> int:
@@ -91,7 +93,7 @@ class _Held:
 
     def cut(self, length: int) -> _Held:
         rows = tuple(row.cut(length) for row in self.rows)
-        return replace(self, rows=rows, plain=False)
+        return replace(self, rows=rows, plain=False, was_cut=True)
 
 
 class Walk:
@@ -113,7 +115,7 @@ class Walk:
         for i, step in enumerate(self.plan.steps):
             if isinstance(step, Call):
                 yield from self._call(i, step)
-            elif i in self.failed:
+            elif i in self.failed or self._source(step) not in (None, *self.held):
                 self.lost |= {step.cache} if isinstance(step, Fail) else set()
             else:
                 self._changed(step)
@@ -123,7 +125,9 @@ class Walk:
         return {name: one.length for name, one in self.held.items() if name not in self.lost}
 
     def _call(self, i: int, step: Call) -> Iterator[Fed]:
-        one = self.held[step.cache]
+        one = self.held.get(step.cache)
+        if one is None:
+            return
         left = one.left or (0,) * len(step.batch)
         rows = one.rows if any(row.tokens for row in one.rows) else (_Row(),) * len(step.batch)
         fed = [row.fed(tokens[n:]) for row, tokens, n in zip(rows, step.batch, left, strict=True)]
@@ -134,12 +138,21 @@ class Walk:
                 talk = self._talk(row.tokens)
                 plain = one.plain and len(fed) == 1
                 if talk is not None:
-                    yield Fed(i, r, talk, row.sizes, n, plain)
-        self.held[step.cache] = _Held(tuple(fed), (), one.padded or one.left, one.plain)
+                    yield Fed(i, r, talk, row.sizes, n, plain, one.was_cut)
+        self.held[step.cache] = replace(
+            one, rows=tuple(fed), left=(), padded=one.padded or one.left
+        )
 
     def _talk(self, tokens: Ids) -> str | None:
         known = self.talks.items()
         return next((name for name, talk in known if talk[: len(tokens)] == tokens), None)
+
+    @staticmethod
+    def _source(step: Step) -> str | None:
+        """The cache that a step needs; one that was to be made by a step that failed is not there."""
+        if isinstance(step, New):
+            return None
+        return step.source if isinstance(step, Clone | Recall) else step.cache
 
     def _changed(self, step: Step) -> None:
         held = self.held

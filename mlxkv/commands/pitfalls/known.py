@@ -48,7 +48,7 @@ def expected(kind: Kind, life: str) -> tuple[Behaviour, ...]:
 def odd(kind: Kind, came: Came) -> bool:
     """Whether what came was not to be expected."""
     crashed = kind.whose == "own" and came.crashed
-    return crashed or came.behaviour not in expected(kind, came.life)
+    return crashed or not (came.reason or came.behaviour in expected(kind, came.life))
 
 
 def finding(kind: Kind, life: str) -> Finding | None:

@@ -46,6 +46,7 @@ WHAT: dict[str, str] = {
     "nothing": "cut back to nothing, another prompt after it",
     "more": "asked to trim more tokens than it holds; the prompt again, or on where it was",
     "saved": "saved to a file, loaded, and continued",
+    "empty-saved": "saved and loaded while it is empty, then used",
     "cut-saved": "cut back, saved, loaded, and continued",
     "stored": "kept in a store; a prompt that begins alike continues from it, then the kept one",
     "broken": "a call broken off half way through the layers, and the same call again",
@@ -234,6 +235,7 @@ def _kept(s: Setting) -> dict[str, Steps]:
     )
     return {
         "saved": (*_used(s), Reload("a"), *on),
+        "empty-saved": (New("a"), Reload("a"), *feed("a", first, 0, [p, 1, 2])),
         "cut-saved": (*_used(s), *cut, Reload("a"), *rest),
         "stored": (*_used(s), *stored, *on),
         "broken": broken,
