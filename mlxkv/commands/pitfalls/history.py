@@ -149,7 +149,7 @@ class Walk:
 
     @staticmethod
     def _source(step: Step) -> str | None:
-        """The cache that a step needs; one that was to be made by a step that failed is not there."""
+        """The cache that a step needs, which is not there if the step that makes it failed."""
         if isinstance(step, New):
             return None
         return step.source if isinstance(step, Clone | Recall) else step.cache
