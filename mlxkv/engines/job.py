@@ -23,9 +23,6 @@ from oracle.formats.trace import Meta
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
-DITHER = 2.0**-23
-"""The distance from 1 to the next float32."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -35,8 +32,7 @@ class Job:
     in `shared` one may take its first call from a longer one of another (the port only). `threads`
     are those of the BLAS, None for one per core. `caches` says by a plan's name which other cache
     it runs on than the engine's usual one: a `Kind.text`, or on the port one of another dtype.
-    `dither` multiplies the embedding by 1 + DITHER times normal numbers of this seed, 0 does not,
-    so that runs differ as float32's rounding makes them differ. `masks` keeps the port's masks.
+    `dither` is the seed of `oracle.formats.dither`, 0 for none. `masks` keeps the port's masks.
     `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
     inside a layer to record too; where `truth` names the truth's trace, each plan is followed again
     with every layer fed the truth's input.

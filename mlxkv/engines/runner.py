@@ -20,8 +20,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.engines.job import DITHER, Job
+from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
+from oracle.formats.dither import factors
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.exits import DEBUG, PARENT
 from oracle.formats.plan import (
@@ -309,10 +310,10 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
 
 
 def dither(module: Any, seed: int) -> None:
-    """Multiplies an embedding's weight (V, E) by 1 + DITHER times normal numbers; 0: does nothing.
+    """Multiplies an embedding's weight (V, E) by the seed's `factors`; 0: does nothing.
 
-    The oracle does the same, with the same numbers. A Refusal for packed weights, which cannot
-    change by so little; those of half precision do not, since they are rounded to it again.
+    A Refusal for packed weights, which cannot change by so little; those of half precision do not,
+    since they are rounded to it again.
     """
     import mlx.core as mx
 
@@ -321,10 +322,9 @@ def dither(module: Any, seed: int) -> None:
     weight = module.weight
     if not mx.issubdtype(weight.dtype, mx.floating):
         raise Refusal("the embedding is packed, expected floats", where="dither")
-    normal = np.random.default_rng(seed).standard_normal(weight.shape, np.float32)
-    factors = mx.array(1 + DITHER * normal.astype(np.float64), mx.float64)
     with mx.stream(mx.cpu):
-        module.weight = (weight.astype(mx.float64) * factors).astype(weight.dtype)
+        by = mx.array(factors(weight.shape, seed), mx.float64)
+        module.weight = (weight.astype(mx.float64) * by).astype(weight.dtype)
 
 
 def host(array: Any) -> Array:
