@@ -42,6 +42,7 @@ from oracle.formats.plan import (
     Reload,
     Reset,
     Step,
+    Trim,
 )
 from oracle.formats.tensors import Array
 from oracle.formats.trace import CACHES, Meta, Outcome, Trace
@@ -236,8 +237,11 @@ class _Run:
                     self._left[target] = self._left.get(source, ())
                 case Crop(cache, length):
                     _crop(caches[cache], length)
+                case Trim(cache, tokens):
+                    _trim(caches[cache], tokens)
                 case Reset(cache):
-                    caches[cache] = None if caches[cache] is None else self._fresh()
+                    if caches[cache] is not None:
+                        caches[cache].reset()
                     self._left.pop(cache, None)
                 case Pad(cache, left):
                     self._left[cache] = left
@@ -325,6 +329,12 @@ def _crop(cache: Any, length: int) -> None:
         raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
     if cache is not None:
         caches.crop(cache, held - length)
+
+
+def _trim(cache: Any, tokens: int) -> None:
+    """Has the cache itself forget so many tokens, be it more than it holds."""
+    if cache is not None:
+        caches.crop(cache, tokens)
 
 
 def _padded(left: tuple[int, ...], held: int, width: int) -> dict[str, Tensor]:
