@@ -125,6 +125,31 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
     return Kind(str(found), about.whose, about.lossy, found.options)
 
 
+def inside(
+    text: str | None, *, engine: str | None = None, lossy: Lossy | None = None
+) -> Kind | None:
+    """The cache that a person named for mlx-lm's Llama, None where they named none.
+
+    A Refusal for one that runs elsewhere, and beside another `engine`.
+    """
+    if text is None:
+        if lossy:
+            raise Refusal(f"--lossy {lossy}: expected it beside --cache", remedy="leave it out")
+        return None
+    if engine not in (None, "mlx-lm"):
+        what = f"a cache runs inside mlx-lm's Llama, expected --engine mlx-lm, got {engine}"
+        raise Refusal(what, where="--cache", remedy="leave --engine out")
+    kind = parse(text, lossy=lossy or "")
+    if kind.whose == "port":
+        what = "the port's own cache runs in the port, which is judged without --cache"
+        raise Refusal(what, where="--cache", remedy="leave it out")
+    if kind.whose == "transformers":
+        what = f"{kind.base} is transformers', which is what others are judged by"
+        remedy = f"see how it behaves with `mlxkv pitfalls --cache {text}`"
+        raise Refusal(what, where="--cache", remedy=remedy)
+    return kind
+
+
 def executed(texts: Iterable[str]) -> str:
     """The file or module of a person's own among caches as `Kind.text` has them; "" if none is."""
     for text in texts:

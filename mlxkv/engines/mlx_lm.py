@@ -21,6 +21,7 @@ from mlxkv.engines.kinds import Kind
 from mlxkv.engines.prompt_cache import BATCH
 from mlxkv.engines.prompt_cache import caches_for as caches_for
 from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, blamed_on, host
+from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import CACHES, Meta
@@ -238,6 +239,12 @@ def _rope(model: Any) -> str:
     return f"{kind}, theta {theta:g}" if isinstance(theta, int | float) else ""
 
 
+def _named(kind: Kind) -> dict[str, str]:
+    """A cache's name, and of a person's own file its digest."""
+    file = kind.file
+    return {"cache": kind.name} | ({f"sha256 of {file.name}": sha256(file)} if file else {})
+
+
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     environment, checkpoint = job.prepare(job.device)
@@ -255,7 +262,7 @@ def follow(job: Job) -> None:
 
     def begin(plan: Plan) -> tuple[MlxLmRunner, Meta]:
         kind = used.get(plan.name, KVCACHE)
-        runs = replace(meta, environment=meta.environment | {"cache": kind.name})
+        runs = replace(meta, environment=meta.environment | _named(kind))
         return MlxLmRunner(model, plan, kind=kind), runs
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
