@@ -39,6 +39,7 @@ from oracle.formats.plan import (
     Reset,
     Step,
     Trim,
+    require,
 )
 from oracle.formats.trace import Meta, Outcome, write
 
@@ -218,9 +219,7 @@ class PlanRunner(ABC):
             raise Inexpressible(f"index_pos {index_pos} with {held} tokens cached, as {why}")
 
     def _step(self, index: int, step: Step) -> list[int] | None:
-        needs = step.source if isinstance(step, Clone | Recall) else step.cache
-        if needs not in self.caches and not isinstance(step, New):
-            raise Inexpressible(f"cache {needs} is not there, as the step that makes it failed")
+        require(step, self.caches)
         match step:
             case New(name, use_kv_cache):
                 self.new(name, use_kv_cache)

@@ -43,6 +43,7 @@ from oracle.formats.plan import (
     Reset,
     Step,
     Trim,
+    require,
 )
 from oracle.formats.tensors import Array
 from oracle.formats.trace import CACHES, Meta, Outcome, Trace
@@ -221,6 +222,7 @@ class _Run:
         chosen: list[int] = []
         caches = self._caches
         try:
+            require(step, caches)
             match step:
                 case New(cache, use_kv_cache):
                     caches[cache] = self._fresh() if use_kv_cache else None
@@ -294,7 +296,8 @@ class _Run:
             given["position_ids"] = torch.arange(index_pos, index_pos + width)[None]
         if any(left):
             given |= _padded(left, held, width)
-        rows: Tensor = self._model(torch.tensor(batch), **given).logits
+        with caches.masked(self._cache):
+            rows: Tensor = self._model(torch.tensor(batch), **given).logits
         first = len(self._places)
         self._places += [(at - left[row], i, row) for row in range(len(batch)) for at in kept]
         self._logits[first : len(self._places)] = rows.flatten(0, 1).float().numpy()

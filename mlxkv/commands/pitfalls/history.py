@@ -27,6 +27,7 @@ from oracle.formats.plan import (
     Step,
     Trim,
     in_calls,
+    needed,
 )
 
 Sizes = tuple[int, ...]
@@ -38,8 +39,8 @@ class Fed:
     """One row of one call: the tokens of `talk` from `start` to `end` went in, in the last of the
     calls `sizes`.
 
-    `plain` says that the cache has been fed and nothing else, `cut` that it was cut back. Of the
-    row, `left` tokens are padding.
+    `plain` says that the cache has been fed and nothing else, `cut` that it was cut back. The call
+    has so many `rows`, and of this one `left` tokens are padding.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Fed:
     left: int = 0
     plain: bool = True
     cut: bool = False
+    rows: int = 1
 
     @property
     def end(self) -> int:
@@ -115,7 +117,7 @@ class Walk:
         for i, step in enumerate(self.plan.steps):
             if isinstance(step, Call):
                 yield from self._call(i, step)
-            elif i in self.failed or self._source(step) not in (None, *self.held):
+            elif i in self.failed or needed(step) not in (None, *self.held):
                 self.lost |= {step.cache} if isinstance(step, Fail) else set()
             else:
                 self._changed(step)
@@ -138,7 +140,7 @@ class Walk:
                 talk = self._talk(row.tokens)
                 plain = one.plain and len(fed) == 1
                 if talk is not None:
-                    yield Fed(i, r, talk, row.sizes, n, plain, one.was_cut)
+                    yield Fed(i, r, talk, row.sizes, n, plain, one.was_cut, len(fed))
         self.held[step.cache] = replace(
             one, rows=tuple(fed), left=(), padded=one.padded or one.left
         )
@@ -146,13 +148,6 @@ class Walk:
     def _talk(self, tokens: Ids) -> str | None:
         known = self.talks.items()
         return next((name for name, talk in known if talk[: len(tokens)] == tokens), None)
-
-    @staticmethod
-    def _source(step: Step) -> str | None:
-        """The cache that a step needs, which is not there if the step that makes it failed."""
-        if isinstance(step, New):
-            return None
-        return step.source if isinstance(step, Clone | Recall) else step.cache
 
     def _changed(self, step: Step) -> None:
         held = self.held

@@ -24,7 +24,8 @@ DEPENDS = ("SwitchedKVCache", "QuantizedCache")
 """The built-in caches whose rows depend, as documented, on the calls in which they are fed: what is
 quantised is what a call before has left. They are measured by fresh caches fed in the same calls.
 Where that is all that a life is, nothing is left to compare; nor is there where tokens that were
-trimmed away have set off the switch, which nothing undoes."""
+trimmed away have set off the switch, which nothing undoes, or where the rows of a batch share a
+scale."""
 
 OWN_NOISE = 4.0
 """How far a lossy cache's rows may be from those of itself fed straight, in its own noise."""
@@ -200,11 +201,12 @@ def _part(fed: Fed, trace: Trace, talk: Talk, own: Straight | None) -> Part | No
         return Part(fed, RIGHT, worst, None, len(rows))
     if own is None:
         return Part(fed, WRONG, worst, None, len(rows))
-    if own.ways is not None and fed.plain:
+    if own.ways is not None and fed.plain and np.isfinite(worst):
         return Part(fed, UNSEEN, worst, None, len(rows))
     straight = own.rows[fed.talk] if own.ways is None else own.ways[fed.talk, fed.sizes]
     apart = float(centred(rows, straight[at]).max()) / own.noise
-    beyond: Behaviour = UNSEEN if own.ways is not None and fed.cut else WRONG
+    free = own.ways is not None and (fed.cut or fed.rows > 1)
+    beyond: Behaviour = UNSEEN if free and np.isfinite(apart) else WRONG
     return Part(fed, LOSSY if apart <= OWN_NOISE else beyond, worst, apart, len(rows))
 
 
