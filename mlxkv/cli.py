@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 FOLDER = click.Path(path_type=Path)
-PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
+PARTS = click.Choice(
+    ["compare", "pitfalls", "caches", "prompts", "long", "selftest", "calibration"]
+)
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 

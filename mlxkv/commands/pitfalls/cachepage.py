@@ -162,17 +162,20 @@ def _matrix(caches: Caches) -> list[str]:
 
 
 def _not_right(caches: Caches) -> Iterator[list[str]]:
-    """What is silently wrong, by its cause, each with what shows it."""
+    """What is silently wrong or fails, by its cause, each with what shows it."""
     causes: dict[Finding | None, list[tuple[Column, Came]]] = {}
-    for column, one in caches.wrong:
+    for column, one in caches.amiss:
         causes.setdefault(column.finding(one), []).append((column, one))
     if causes:
         yield ["## What is not right"]
     for cause in sorted(causes, key=lambda cause: cause is None):
         rows = [
-            (column.kind.name, one.life, _cost(one), one.where) for column, one in causes[cause]
+            (column.kind.name, one.life, one.behaviour, _cost(one), _detail(one))
+            for column, one in causes[cause]
         ]
-        seen = markdown_table(("cache", "life", "cost", "first wrong"), rows, left={0, 1, 3})
+        seen = markdown_table(
+            ("cache", "life", "behaviour", "cost", "where"), rows, left={0, 1, 2, 4}
+        )
         if cause is None:
             yield ["### Not known before", "", *seen]
             continue

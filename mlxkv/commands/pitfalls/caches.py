@@ -50,8 +50,9 @@ class Column:
         return known.expected(self.kind, life)
 
     def finding(self, one: Came) -> Finding | None:
-        """What is known of something that went wrong."""
-        return known.finding(self.kind, one.life) if one.behaviour == WRONG else None
+        """What is known of something that goes wrong, silently or not."""
+        found = known.finding(self.kind, one.life)
+        return found if found is not None and found.behaviour == one.behaviour else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,6 +84,11 @@ class Caches:
     without: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def environment(self) -> Mapping[str, Any]:
+        """What the first of them ran on and with."""
+        return self.columns[0].environment
+
+    @property
     def lives(self) -> list[str]:
         """Those that any cache was put through, in their order."""
         made = {one.life for column in self.columns for one in column.came}
@@ -95,8 +101,15 @@ class Caches:
     @property
     def wrong(self) -> Iterator[tuple[Column, Came]]:
         """Everything that is silently wrong."""
+        return ((column, one) for column, one in self.amiss if one.behaviour == WRONG)
+
+    @property
+    def amiss(self) -> Iterator[tuple[Column, Came]]:
+        """Everything that is silently wrong, or fails though it should not."""
         for column in self.columns:
-            yield from ((column, one) for one in column.came if one.behaviour == WRONG)
+            for one in column.came:
+                if one.behaviour == WRONG or column.finding(one) is not None:
+                    yield column, one
 
     @property
     def exit_code(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxkv.commands.pitfalls import ask, cachepage, run
+from mlxkv.commands.pitfalls import ask, cachepage, known, run
 from mlxkv.commands.pitfalls.ask import Request
 from mlxkv.commands.pitfalls.behaviour import Right
 from mlxkv.commands.pitfalls.caches import Caches, Column
@@ -34,29 +34,6 @@ from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
 
 ALL = "all"
-EVERY = (
-    "KVCache",
-    "ConcatenateKVCache",
-    "ChunkedKVCache",
-    "BatchKVCache",
-    "RotatingKVCache:size=10",
-    "RotatingKVCache:size=10,keep=2",
-    "BatchRotatingKVCache:size=10",
-    "QuantizedKVCache:bits=8",
-    "QuantizedKVCache:bits=4",
-    "SwitchedKVCache:bits=8",
-    "StoredKVCache",
-    "SplitKVCache",
-    "port:mode=guarded",
-    "port:mode=candle",
-    "DynamicCache",
-    "StaticCache",
-    "DynamicSlidingCache:size=10",
-    "StaticSlidingCache:size=10",
-    "QuantizedCache",
-)
-"""What `--cache all` stands for. A window of 10 lets 24 tokens go twice through it, and a prompt
-with a few tokens after it be trimmed."""
 SECONDS, EACH = 60.0, 1.4e-7
 """About what the truth and the starts take, and more for each cache and parameter of the model."""
 
@@ -73,7 +50,7 @@ class CacheRequest(Request):
         """Each once."""
         found = {}
         for text in self.caches:
-            names = EVERY if text == ALL else (text,)
+            names = known.EVERY if text == ALL else (text,)
             for name in names:
                 one = kinds.parse(name, lossy="" if text == ALL else self.lossy)
                 found[one.name] = one

@@ -23,7 +23,7 @@ from oracle.formats.plan import Ids
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
-DITHERS = (1, 2, 3)
+DITHERS = (1, 2)
 """The dithered straight runs."""
 
 
