@@ -303,7 +303,7 @@ def test_a_right_cache_of_ones_own_agrees_and_its_rows_are_judged(
     assert said["cache"] == "mine.py:make"
     assert len(said["sha256 of mine.py"]) == 64
     assert "caches" not in said
-    assert sorted(verdict["took"]) == ["mlx-lm with mine.py:make", "oracle"]
+    assert {"mlx-lm with mine.py:make", "oracle"} <= set(verdict["took"])
 
 
 def test_a_cache_that_shows_nothing_is_judged_by_logits_and_one_that_raises_not_at_all(
