@@ -172,7 +172,7 @@ def _copied(s: Setting) -> dict[str, Steps]:
     other = tuple(feed("b", second, n, [len(s.second) - n, *[1] * 4]))
     turns = tuple(call for pair in zip(one, other, strict=True) for call in pair)
     begun = [n - 1, 1] if n > 1 else [n]
-    copy = (
+    copy: Steps = (
         New("a"),
         *feed("a", first, 0, begun),
         Clone("a", "b"),
