@@ -17,6 +17,11 @@ from oracle.formats.errors import Refusal, brief
 
 Lossy = Literal["", "quantised", "window"]
 Whose = Literal["mlx-lm", "ours", "port", "transformers", "own"]
+INSIDE: tuple[Whose, ...] = ("mlx-lm", "ours", "own")
+"""Whose caches run inside mlx-lm's Llama."""
+BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""What mx.quantize takes in its mode "affine" (MLX 0.32)."""
+DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,13 @@ class Kind:
         """The name without its options."""
         return self.name.partition(":")[0]
 
+    @property
+    def text(self) -> str:
+        """What `parse` makes this of, from any folder; of one's own file its absolute path."""
+        if self.whose != "own":
+            return self.name
+        return f"{self.file or self.module}:{self.function}"
+
 
 def parse(text: str, *, lossy: Lossy = "") -> Kind:
     """What a person named; a Refusal that names what there is. Nothing is executed.
@@ -125,6 +137,28 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
         what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
         raise Refusal(what, remedy="leave it out")
     return Kind(name, about.whose, about.lossy, options)
+
+
+def require(kind: Kind, head_dim: int) -> None:
+    """Refuses bits and groups that mx.quantize does not have, or that a head does not fill."""
+    where = f"cache {kind.base}"
+    for key in ("bits", "keys", "values"):
+        bits = kind.options.get(key)
+        known = BITS if kind.base != "SplitKVCache" else (0, *BITS)
+        if bits is not None and bits not in known:
+            expected = f"expected one of {', '.join(map(str, known))}, which mx.quantize has"
+            raise Refusal(f"{key} is {bits}, {expected}", where=where)
+    size = kind.options.get("group_size")
+    if isinstance(size, int) and (size not in GROUPS or head_dim % size):
+        fit = [str(n) for n in GROUPS if head_dim % n == 0]
+        expected = f"expected {' or '.join(fit) or 'none'}, which divides head_dim {head_dim}"
+        remedy = "give that" if fit else "no quantised cache fits this model"
+        raise Refusal(f"group_size is {size}, {expected}", where=where, remedy=remedy)
+    if (dtype := kind.options.get("dtype")) is not None and dtype not in DTYPES:
+        raise Refusal(f"dtype is {dtype}, expected {' or '.join(DTYPES)}", where=where)
+    least = int(kind.options.get("keep", 0)) + 1
+    if int(kind.options.get("size", least)) < least:
+        raise Refusal(f"size is {kind.options['size']}, expected {least} or more", where=where)
 
 
 def _own(text: str, lossy: Lossy) -> Kind:

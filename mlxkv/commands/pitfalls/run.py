@@ -201,8 +201,8 @@ def _jobs(
         return _job(request, checkpoint, plans, room / engine, **more)
 
     dtypes = {s.name: s.cache_dtype for s in made if s.cache_dtype}
-    # A RotatingKVCache is made for a length.
-    classes = {"RotatingKVCache": f"RotatingKVCache:{checkpoint.max_positions}"}
+    # A RotatingKVCache is made for a length; make_prompt_cache keeps 4.
+    classes = {"RotatingKVCache": f"RotatingKVCache:size={checkpoint.max_positions},keep=4"}
     others = {
         plan.name: classes.get(system, system)
         for (_, system), plan in _plans(made, "L").items()
