@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oracle.truth.config import Config
 from oracle.truth.rope import LongRope, Yarn
+from oracle.truth.stored import affine
 from oracle.truth.weights import DTYPES, EMBEDDING, HEAD
 
 _THETAS = (10000.0, 500000.0, 1000000.0)
@@ -286,14 +287,7 @@ def _eight_bits(tensor: Tensor) -> Tensor:
     """As MLX's affine quantisation does in groups of 64 along D, or of 32, or of all of it."""
     D = tensor.shape[-1]
     size = next((size for size in (64, 32) if D % size == 0), D)
-    groups = tensor.reshape(*tensor.shape[:-1], -1, size)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    edge = torch.where(low.abs() > high.abs(), low, high)
-    scale = ((high - low) / 255).clamp_min(1e-7) * torch.where(edge == low, 1.0, -1.0)
-    whole = (edge / scale).round()
-    scale = torch.where(whole != 0, edge / whole, scale)
-    bias = torch.where(whole != 0, edge, 0.0)
-    return (((groups - bias) / scale).round().clamp(0, 255) * scale + bias).reshape(tensor.shape)
+    return affine(tensor, bits=8, group_size=size)
 
 
 def _instead(key: str, value: float, right: float) -> str:

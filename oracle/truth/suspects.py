@@ -318,11 +318,7 @@ def _write(
         "frequencies": frequencies.numpy(),
         "powers": ((near / frequencies).log() / math.log1p(1e-6)).numpy(),
     }
-    shapes = {name: (array.dtype.type, array.shape) for name, array in kept.items()}
-    with tensors.writer(out / ARRAYS, shapes) as file:
-        for name, array in kept.items():
-            file.arrays[name][...] = array
-        file.finish({"format": FORMAT})
+    tensors.write(out / ARRAYS, kept, {"format": FORMAT})
     value = {
         "format": FORMAT,
         "inputs": run_folder.suspects_digest(manifest, plan),
