@@ -28,8 +28,8 @@ class Request(Named):
     text: Path | None = None
     tokens: tuple[int, ...] | None = None
     caches: tuple[str, ...] = ()
-    lossy: Lossy = ""
-    known: str = ""
+    lossy: Lossy | None = None
+    known: str | None = None
     chosen: str = "default"
     length: int | None = None
     chunk: int = 64
@@ -39,7 +39,7 @@ class Request(Named):
 
     def variants(self) -> tuple[Variant, ...]:
         if self.caches:
-            return variants.chosen(self.caches, self.lossy, self.known)
+            return variants.chosen(self.caches, self.lossy or "", self.known or "")
         if self.lossy or self.known:
             what = "no --cache, expected one of your own that it is said of"
             raise Refusal(what, where="--lossy, --known", remedy="leave it out")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,8 +112,7 @@ def bins(rows: Rows, edges: Sequence[int] = _BINS) -> list[Bin]:
     """By position, between `edges` and up to the end."""
     n = len(rows.kl)
     cuts = [*(edge for edge in edges if edge < n), n]
-    pairs = zip(cuts[:-1], cuts[1:], strict=True)
-    return [Bin(a, b - 1, Value.of(rows.kl[a:b])) for a, b in pairs]
+    return [Bin(a, b - 1, Value.of(rows.kl[a:b])) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, slots=True)

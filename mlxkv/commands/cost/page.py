@@ -19,18 +19,28 @@ from mlxkv.report.text import (
     environment_rows,
     markdown_table,
     number,
-    several,
     side_by_side,
 )
 
-_HEAD = ("cache", "mean KL", "+-", "99 %", "same top", "flips", "PPL ratio", "+-", "B/token", "known")
+_HEAD = (
+    "cache",
+    "mean KL",
+    "+-",
+    "99 %",
+    "same top",
+    "flips",
+    "PPL ratio",
+    "+-",
+    "B/token",
+    "known",
+)
 _WIDEST = 24
 _PLOT = "mean KL against bytes of the cache per token"
 _WORDS = {
     "KL, KLD": "KL(truth || variant) of the next token's distribution at a position, in nats; the "
     "truth is the checkpoint's own weights in strict float64",
-    "float32": "mlx-lm's KVCache and float32 throughout: its KL is rounding alone, the noise beside "
-    "which all others stand",
+    "float32": "mlx-lm's KVCache and float32 throughout: its KL is rounding alone, the noise "
+    "beside which all others stand",
     "none": f"a mean KL of up to {metrics.NOISE:g} times the noise; what a cache does not show is "
     "*not seen*, which is not 0",
     "+-": "one standard error; positions taken as independent, ratios and differences paired, as "
@@ -86,7 +96,9 @@ def _retrieval(cost: Cost) -> str:
     full = ", ".join(f"{rate:.2f} at {far:,}" for far, rate in rates.items())
     if not cost.tells:
         return f"retrieval probe: this model cannot tell: its full cache finds {full} tokens back"
-    lost = [_name(one) for one in cost.shown if min(one.rates.values()) < TELLS * min(rates.values())]
+    lost = [
+        _name(one) for one in cost.shown if min(one.rates.values()) < TELLS * min(rates.values())
+    ]
     found = f"the full cache finds {full} tokens back"
     return f"retrieval probe: {found}; forgotten somewhere by {', '.join(lost) or 'none'}"
 
@@ -192,7 +204,13 @@ def _more(one: Measured) -> list[str]:
     all = one.all
     kl = [all.median_kld, all.kld_90, all.kld_99, all.maximum_kld]
     dp = [number(value) for pair in (all.mean_dp, all.rms_dp) for value in (pair.mean, pair.error)]
-    return [_name(one), *map(number, kl), *dp, f"{all.same_top_5.mean:.4f}", f"{all.ppl_q.mean:.2f}"]
+    return [
+        _name(one),
+        *map(number, kl),
+        *dp,
+        f"{all.same_top_5.mean:.4f}",
+        f"{all.ppl_q.mean:.2f}",
+    ]
 
 
 def _parts(cost: Cost) -> list[str]:
@@ -217,8 +235,8 @@ def _positions(cost: Cost) -> list[str]:
 
 
 def _windows(cost: Cost) -> list[str]:
-    head = ("cache", "within: mean KL", "+-", "same top", "PPL ratio")
-    head += ("beyond: mean KL", "+-", "same top", "PPL ratio")
+    of = ("mean KL", "+-", "same top", "PPL ratio")
+    head = ("cache", *(f"within: {name}" for name in of), *(f"beyond: {name}" for name in of))
     rows = []
     for one in cost.shown:
         if "within" not in one.parts:
@@ -258,7 +276,7 @@ def _errors(cost: Cost) -> list[str]:
         "Relative rms error of the rows held at the text's end against the truth's, by layer and "
         "head; all of them are in `cost.json`. A layer's rows carry what the layers before it lost."
     )
-    unseen = [f"- not seen: {_name(one)}: {one.held.why}" for one in cost.shown if _why(one)]
+    unseen = [f"- not seen: {_name(one)}: {why}" for one in cost.shown if (why := _why(one))]
     table = markdown_table(head, rows, left={0, 3, 6})
     return ["## Keys and values", "", how, "", *table, *([""] if unseen else []), *unseen]
 

@@ -56,7 +56,9 @@ class Measured:
         if window is not None:
             slices |= {"within": slice(min(window, n)), "beyond": slice(window, n)}
         parts = {
-            name: metrics.figures(rows, noise, at) for name, at in slices.items() if rows.kl[at].size
+            name: metrics.figures(rows, noise, at)
+            for name, at in slices.items()
+            if rows.kl[at].size
         }
         return cls(
             variant,
@@ -136,7 +138,7 @@ class Cost:
         """`mlxkv-cost/1`: KL in nats, bytes, tokens per second; what was not seen is null."""
         variants = [_variant(one) for one in self.measured]
         value = asdict(self) | {"measured": variants, "tokens": list(self.tokens)}
-        return {"format": FORMAT} | value | {"tells": self.tells, "exit_code": self.exit_code}
+        return {"format": FORMAT, **value, "tells": self.tells, "exit_code": self.exit_code}
 
 
 def _variant(one: Measured) -> dict[str, Any]:
@@ -144,5 +146,5 @@ def _variant(one: Measured) -> dict[str, Any]:
     value = asdict(one)
     named = value.pop("variant")
     if one.failed:
-        return named | {"failed": one.failed}
-    return named | value | {"bytes_per_token": one.per_token}
+        return {**named, "failed": one.failed}
+    return {**named, **value, "bytes_per_token": one.per_token}

@@ -1,4 +1,4 @@
-"""`mlxkv cost`: the oracle computes a text's truth once, and every variant is measured against it."""
+"""`mlxkv cost`: a text's truth is computed once, and every variant is measured against it."""
 
 from __future__ import annotations
 

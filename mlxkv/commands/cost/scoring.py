@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ import msgspec
 import numpy as np
 
 from mlxkv.commands.cost import held
-from mlxkv.commands.cost.rows import Rows
+from mlxkv.commands.cost.held import Bytes, Held
+from mlxkv.commands.cost.rows import Array, Rows
 from mlxkv.commands.cost.variants import Variant
 from mlxkv.engines import machine, mlx_lm
+from mlxkv.engines.kinds import Kind
+from mlxkv.engines.progress import bar
 from mlxkv.engines.runner import blamed_on, host
+from mlxkv.report.text import several
 from oracle.formats import strict_json, text
 from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
@@ -56,17 +61,17 @@ class Job:
 class Facts:
     """What became of a variant: `failed` says why there is nothing else.
 
-    Seconds of the forward calls alone; `hits` are 1 where the probe's token was the most probable
-    one. `held` is what the cache showed of its rows and bytes at the text's end, `far` its bytes after
-    FAR tokens.
+    Seconds of the forward calls alone. `hits` are 1 where the probe's token was the most probable
+    one. `held` is what the cache showed of itself at the text's end, `far` its bytes after FAR
+    tokens.
     """
 
     failed: str = ""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     hits: tuple[int, ...] = ()
-    held: held.Held | None = None
-    far: held.Bytes | None = None
+    held: Held | None = None
+    far: Bytes | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -83,79 +88,95 @@ def serve(path: Path) -> None:
     end_with_parent()
     value = strict_json.read(path, remedy="start it again")
     job = strict_json.typed(value, Job, where=path, remedy="start it again")
-    out = Path(job.out)
     environment = machine.prepare(job.device, threads=job.threads)
     first = next(iter(job.variants.values()))
     model = mlx_lm.load(job.folder, first.dtype)
     facts = {name: machine.version(name) for name in ("mlx-lm", "transformers")}
     environment |= facts | {"code of mlx-lm": machine.place("mlx_lm")}
-    try:
-        _round(model, first)
-        truth, failed = text.read(Path(job.truth)), ""
-    except Refusal as error:
-        failed = str(error)
-    for number, variant in job.variants.items():
-        try:
-            if failed:
-                raise Refusal(failed)
-            found, rows = _measured(model, job, variant, truth)
-        except Refusal as error:
-            found, rows = Facts(failed=str(error)), None
-        if rows is not None:
-            np.savez(rows_file(out, number), **{n: getattr(rows, n) for n in Rows.__slots__})
-        done = asdict(found) | {"environment": environment}
-        write_text(facts_file(out, number), msgspec.json.encode(done).decode())
+    truth = text.read(Path(job.truth))
+    each = len(truth.manifest.tokens) + len(job.probe)
+    with bar(f"cost: {several(len(job.variants), 'variant')}", each * len(job.variants)) as advance:
+        for number, variant in job.variants.items():
+            try:
+                _round(model, variant)
+                found = _measured(_Fed(model, job, variant.kind, advance), truth, number)
+            except Refusal as error:
+                found = Facts(failed=str(error))
+            made = msgspec.json.encode(replace(found, environment=environment)).decode()
+            write_text(facts_file(Path(job.out), number), made)
 
 
 def _round(model: Any, variant: Variant) -> None:
-    """Gives the model's linear layers and embedding the values that affine groups leave of them."""
+    """Gives the model's linear layers and embedding the values that affine groups leave of them.
+
+    All variants of a process have the same, so a second time changes nothing that matters.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 
-    if not variant.bits:
+    bits, size = variant.bits, variant.group_size
+    if not bits:
         return
-    size, rounded = variant.group_size, []
+    rounded = []
     for name, weight in tree_flatten(model.parameters()):
         if weight.ndim != 2 or not name.endswith(".weight"):
             continue
         if weight.shape[1] % size:
             what = f"{name} has rows of {weight.shape[1]}, expected a multiple of {size}"
-            raise Refusal(what, where=f"weights in {variant.bits} bits")
-        given = {"group_size": size, "bits": variant.bits}
-        rounded.append((name, mx.dequantize(*mx.quantize(weight, **given), **given)))
+            raise Refusal(what, where=f"weights in {bits} bits")
+        packed = mx.quantize(weight, group_size=size, bits=bits)
+        rounded.append((name, mx.dequantize(*packed, group_size=size, bits=bits)))
         mx.eval(rounded[-1][1])
     model.update(tree_unflatten(rounded))
 
 
-def _measured(model: Any, job: Job, variant: Variant, truth: text.Text) -> tuple[Facts, Rows]:
-    kind, tokens = variant.kind, truth.manifest.tokens
-    rows = Rows.of(len(tokens))
-    caches = mlx_lm.caches_for(model, kind)
-    seconds = [0.0, 0.0]
-    for start, logits, took in _calls(model, caches, tokens, job.length, job.chunk, kind.name):
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """A model that is fed through caches of a kind, and told of each token."""
+
+    model: Any
+    job: Job
+    kind: Kind
+    advance: Callable[[int], None]
+
+    def caches(self) -> list[Any]:
+        return mlx_lm.caches_for(self.model, self.kind)
+
+    def calls(
+        self, caches: list[Any], tokens: Sequence[int], length: int
+    ) -> Iterator[tuple[int, Array, float]]:
+        """Where each call begins, its logits (L, V), and its seconds.
+
+        The first `length` tokens go in chunks, the others one by one.
+        """
+        import mlx.core as mx
+
+        starts = [*range(0, length, self.job.chunk), *range(length, len(tokens)), len(tokens)]
+        for start, end in pairwise(starts):
+            begun = time.perf_counter()
+            with blamed_on(self.kind.name, "a call"):
+                logits = self.model(mx.array([tokens[start:end]]), cache=caches)
+                mx.eval(logits)
+            took = time.perf_counter() - begun
+            yield start, host(logits[0]), took
+            self.advance(end - start)
+
+
+def _measured(fed: _Fed, truth: text.Text, number: str) -> Facts:
+    """Feeds the text, and the probe through other caches, and writes the rows."""
+    tokens, job = truth.manifest.tokens, fed.job
+    caches, rows = fed.caches(), Rows.of(len(tokens))
+    seconds = {False: 0.0, True: 0.0}
+    for start, logits, took in fed.calls(caches, tokens, job.length):
         seconds[start >= job.length] += took
         rows.put(start, logits, truth.logits[start : start + len(logits)], np.array(tokens))
     _require_finite(rows)
-    seen = held.look(caches, kind, truth.keys, truth.values)
-    far = held.bytes_at(mlx_lm.caches_for(model, kind), kind, truth.keys.shape, FAR)
-    hits = _hits(model, mlx_lm.caches_for(model, kind), job, kind.name) if job.probe else ()
-    return Facts("", *seconds, hits=hits, held=seen, far=far), rows
-
-
-def _calls(
-    model: Any, caches: list[Any], tokens: Sequence[int], length: int, chunk: int, name: str
-) -> Iterator[tuple[int, Any, float]]:
-    """Where each call begins, its logits (L, V), and its seconds."""
-    import mlx.core as mx
-
-    starts = [*range(0, length, chunk), *range(length, len(tokens)), len(tokens)]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
-        begun = time.perf_counter()
-        with blamed_on(name, "a call"):
-            logits = model(mx.array([tokens[start:end]]), cache=caches)
-            mx.eval(logits)
-        took = time.perf_counter() - begun
-        yield start, host(logits[0]), took
+    seen = held.look(caches, fed.kind, truth.keys, truth.values)
+    far = held.bytes_at(fed.caches(), fed.kind, truth.keys.shape, FAR)
+    hits = _hits(fed) if job.probe else ()
+    arrays = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    np.savez(rows_file(Path(job.out), number), **arrays)
+    return Facts("", seconds[False], seconds[True], hits, seen, far)
 
 
 def _require_finite(rows: Rows) -> None:
@@ -165,12 +186,12 @@ def _require_finite(rows: Rows) -> None:
         raise Refusal(f"logits are not finite at {len(odd)} of {n} positions, first at {odd[0]}")
 
 
-def _hits(model: Any, caches: list[Any], job: Job, name: str) -> tuple[int, ...]:
+def _hits(fed: _Fed) -> tuple[int, ...]:
     """Of the probe's tokens that are known from before, whether each is the most probable one."""
-    best: list[int] = []
-    for _, logits, _ in _calls(model, caches, job.probe, len(job.probe), job.chunk, name):
+    best, probe = list[int](), fed.job.probe
+    for _, logits, _ in fed.calls(fed.caches(), probe, len(probe)):
         best += logits.argmax(1).tolist()
-    return tuple(int(best[at - 1] == job.probe[at]) for at in job.asked)
+    return tuple(int(best[at - 1] == probe[at]) for at in fed.job.asked)
 
 
 if __name__ == "__main__":

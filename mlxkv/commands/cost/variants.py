@@ -12,7 +12,6 @@ from oracle.formats.errors import Refusal
 KNOWN = ("float16", "8 bits", "window 256")
 """Of the default variants those whose known answer the oracle computes too: one of each way to keep
 less. Each costs it another pass through the layers."""
-_INSIDE = ("mlx-lm", "ours", "own")
 _BITS = (8, 6, 4, 3, 2)
 _WINDOWS = (256, 1024)
 
@@ -77,10 +76,10 @@ def chosen(caches: Sequence[str], lossy: Lossy, known: str) -> tuple[Variant, ..
     for text in caches:
         own = kinds.parse(text).whose == "own"
         kind = kinds.parse(text, lossy=lossy if own else "")
-        if kind.whose not in _INSIDE:
+        if kind.whose not in kinds.INSIDE:
             what = f"{kind.name} is {kind.whose}'s, expected a cache that mlx-lm's Llama can run on"
             raise Refusal(what, where="--cache", remedy="`mlxkv pitfalls` runs it")
-        named = Variant(kind.name, text, lossy if own else "", known=known if own else "")
+        named = Variant(kind.name, kind.text, lossy if own else "", known=known if own else "")
         if kind.name != "KVCache":
             found[kind.name] = named if own else _known(named)
     if (lossy or known) and all(one.kind.whose != "own" for one in found.values()):
