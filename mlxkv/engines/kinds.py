@@ -7,7 +7,7 @@ mlx-lm and `ours` do. This module makes no cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,6 @@ INSIDE: tuple[Whose, ...] = ("mlx-lm", "ours", "own")
 """Whose caches run inside mlx-lm's Llama."""
 BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 """What mx.quantize takes in its mode "affine" (MLX 0.32)."""
-DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class BuiltIn:
 
     whose: Whose
     what: str
-    options: Mapping[str, int | str | None] = field(default_factory=dict)
+    options: cache_name.Defaults = field(default_factory=dict)
     lossy: Lossy = ""
 
 
@@ -67,17 +66,17 @@ BUILT_IN: dict[str, BuiltIn] = {
         "quantised",
     ),
     "port": BuiltIn("port", "the port's own Cache", {"mode": "guarded"}),
-    "DynamicCache": BuiltIn("transformers", "transformers' usual one"),
-    "StaticCache": BuiltIn("transformers", "of one size from the start", {"size": 512}),
-    "DynamicSlidingCache": BuiltIn(
-        "transformers", "DynamicCache with a sliding window", {"size": None}, "window"
-    ),
-    "StaticSlidingCache": BuiltIn(
-        "transformers", "StaticCache with a sliding window", {"size": None}, "window"
-    ),
-    "QuantizedCache": BuiltIn(
-        "transformers", "its backend's own", {"backend": "fp8", "nbits": 4}, "quantised"
-    ),
+}
+_TRANSFORMERS: dict[str, tuple[str, Lossy]] = {
+    "DynamicCache": ("transformers' usual one", ""),
+    "StaticCache": ("of one size from the start", ""),
+    "DynamicSlidingCache": ("DynamicCache with a sliding window", "window"),
+    "StaticSlidingCache": ("StaticCache with a sliding window", "window"),
+    "QuantizedCache": ("its backend's own", "quantised"),
+}
+BUILT_IN |= {
+    name: BuiltIn("transformers", what, cache_name.TRANSFORMERS[name], lossy)
+    for name, (what, lossy) in _TRANSFORMERS.items()
 }
 
 
@@ -92,7 +91,7 @@ class Kind:
     name: str
     whose: Whose
     lossy: Lossy
-    options: Mapping[str, int | str] = field(default_factory=dict)
+    options: Mapping[str, cache_name.Value] = field(default_factory=dict)
     file: Path | None = None
     module: str = ""
     function: str = ""
@@ -118,25 +117,21 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
     base = text.partition(":")[0]
     if base not in BUILT_IN:
         return _own(text, lossy)
-    given, about = cache_name.parse(text), BUILT_IN[base]
-    unknown = sorted(set(given.options) - set(about.options))
-    if unknown:
-        expected = ", ".join(about.options) or "none"
-        raise Refusal(f"option {unknown[0]!r}, expected {expected}", where=f"cache {base}")
-    options: dict[str, int | str] = {}
-    for key, default in about.options.items():
-        value = given.options.get(key, default)
-        if value is None:
-            what = f"no {key}, expected {base}:{key}=NUMBER"
-            raise Refusal(what, where=f"cache {base}", remedy="give it")
-        options[key] = int(value) if str(value).isdecimal() else value
-        if isinstance(default, int | None) and not isinstance(options[key], int):
-            raise Refusal(f"{key} is {value!r}, expected a whole number", where=f"cache {base}")
-    name = str(cache_name.CacheName(base, {key: str(value) for key, value in options.items()}))
+    about = BUILT_IN[base]
+    found = cache_name.complete(text, {base: about.options})
     if lossy and lossy != about.lossy:
         what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
         raise Refusal(what, remedy="leave it out")
-    return Kind(name, about.whose, about.lossy, options)
+    return Kind(str(found), about.whose, about.lossy, found.options)
+
+
+def executed(texts: Iterable[str]) -> str:
+    """The file or module of a person's own among caches as `Kind.text` has them; "" if none is."""
+    for text in texts:
+        where, colon, _ = text.rpartition(":")
+        if colon and text.partition(":")[0] not in BUILT_IN:
+            return Path(where).name
+    return ""
 
 
 def require(kind: Kind, head_dim: int) -> None:
@@ -154,8 +149,6 @@ def require(kind: Kind, head_dim: int) -> None:
         expected = f"expected {' or '.join(fit) or 'none'}, which divides head_dim {head_dim}"
         remedy = "give that" if fit else "no quantised cache fits this model"
         raise Refusal(f"group_size is {size}, {expected}", where=where, remedy=remedy)
-    if (dtype := kind.options.get("dtype")) is not None and dtype not in DTYPES:
-        raise Refusal(f"dtype is {dtype}, expected {' or '.join(DTYPES)}", where=where)
     least = int(kind.options.get("keep", 0)) + 1
     if int(kind.options.get("size", least)) < least:
         raise Refusal(f"size is {kind.options['size']}, expected {least} or more", where=where)

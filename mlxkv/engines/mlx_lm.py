@@ -18,12 +18,12 @@ import numpy as np
 from mlxkv.engines import kinds, machine, prompt_cache, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.kinds import Kind
-from mlxkv.engines.prompt_cache import BATCH, BrokenOff
+from mlxkv.engines.prompt_cache import BATCH
 from mlxkv.engines.prompt_cache import caches_for as caches_for
-from mlxkv.engines.runner import Array, Batch, PlanRunner, blamed_on, host
+from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, blamed_on, host
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Meta
+from oracle.formats.trace import CACHES, Meta
 
 KVCACHE = kinds.parse("KVCache")
 """mlx-lm's usual one, for plans that name no other."""
@@ -129,7 +129,7 @@ class MlxLmRunner(PlanRunner):
         """What each cache says of itself beside what it holds, as `prompt_cache.facts`."""
         heads = prompt_cache.heads_of(self.model)
         kept = {name: cache for name, cache in self.caches.items() if cache is not None}
-        return {"caches": {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
+        return {CACHES: {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -233,6 +233,8 @@ def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     environment, checkpoint = job.prepare(job.device)
     model = load(str(checkpoint.folder), job.dtype)
+    if job.dither:
+        runner.dither(model.model.embed_tokens, job.dither)
     facts = {name: machine.version(name) for name in ("mlx-lm", "transformers")}
     facts |= {"rope": _rope(model), "code of mlx-lm": machine.place("mlx_lm")}
     version = facts["mlx-lm"]

@@ -3,8 +3,8 @@
 They are what others' caches are measured beside, so each does one thing: it rounds to a dtype, or
 quantises keys and values with bits of their own, or goes over to mlx-lm's QuantizedKVCache in
 mid-sequence. What they hand to attention are plain arrays in the model's dtype, except after the
-switch. Axes as in `mlxkv.port.llama`; keys and values are [B, K, L, D] as they come and
-[B, K, S, D] as they go.
+switch. mlx-lm is imported where it is used, since it brings torch in. Axes as in
+`mlxkv.port.llama`; keys and values are [B, K, L, D] as they come and [B, K, S, D] as they go.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from typing import Any, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, create_attention_mask
 
 from mlxkv.port.ops import dtype_of
 
@@ -66,6 +65,8 @@ class Protocol(ABC):
 
     def make_mask(self, N: int, **given: Any) -> Any:
         """mlx-lm's own mask for N tokens after those held."""
+        from mlx_lm.models.cache import create_attention_mask
+
         return create_attention_mask(N, offset=self.offset, **given)
 
 
@@ -192,14 +193,20 @@ class SwitchedKVCache(Protocol):
     """
 
     def __init__(self, bits: int = 4, group_size: int = 64, start: int = 0) -> None:
-        self.inner: KVCache | QuantizedKVCache = KVCache()
+        from mlx_lm.models.cache import KVCache
+
+        self.inner: Any = KVCache()
         self.to, self.start = {"bits": bits, "group_size": group_size}, start
 
     def __getattr__(self, name: str) -> Any:
         """`bits` and `group_size` once it is quantised, which is how mlx-lm's attention sees it."""
-        if name in ("bits", "group_size") and isinstance(self.inner, QuantizedKVCache):
+        if name in ("bits", "group_size") and self.quantised:
             return getattr(self.inner, name)
         raise AttributeError(name)
+
+    @property
+    def quantised(self) -> bool:
+        return not hasattr(self.inner, "to_quantized")
 
     @property
     def offset(self) -> int:  # type: ignore[override]
@@ -207,7 +214,7 @@ class SwitchedKVCache(Protocol):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """After the switch both are triples, as mx.quantize gives them."""
-        if isinstance(self.inner, KVCache) and self.offset >= max(1, self.start):
+        if not self.quantised and self.offset >= max(1, self.start):
             self.inner = self.inner.to_quantized(**self.to)
         return self.inner.update_and_fetch(keys, values)
 
@@ -224,12 +231,13 @@ class SwitchedKVCache(Protocol):
     @property
     def state(self) -> Any:
         """Keys, values and tokens, whether they are quantised, and what to and from when."""
-        keys, values, offset = self.inner.state[:3]
-        quantised = isinstance(self.inner, QuantizedKVCache)
-        return keys, values, offset, quantised, self.to["bits"], self.to["group_size"], self.start
+        rows, to = self.inner.state[:3], self.to
+        return *rows, self.quantised, to["bits"], to["group_size"], self.start
 
     @state.setter
     def state(self, state: Any) -> None:
+        from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
         keys, values, offset, quantised, bits, group_size, self.start = state
         self.to = {"bits": bits, "group_size": group_size}
         self.inner = QuantizedKVCache(**self.to) if quantised else KVCache()

@@ -24,7 +24,7 @@ from mlxkv.engines.runner import Array, Batch, CropRefusal, PlanRunner, blamed_o
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Meta
+from oracle.formats.trace import CACHES, Meta
 
 CALL = "model(tokens, cache=cache)"
 CONVENTION = (
@@ -126,6 +126,14 @@ class OwnRunner(PlanRunner):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
         _check(logits, [len(rows), len(rows[0]), self.vocab], self.name)
         return logits
+
+    def says(self) -> dict[str, Any]:
+        """What its caches say of themselves, as far as they follow mlx-lm's protocol."""
+        from mlxkv.engines import prompt_cache
+
+        heads = self.heads if len(self.heads) == 2 else (0, 0)
+        kept = {name: cache for name, cache in self.caches.items() if cache}
+        return {CACHES: {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
 
     def nothing(self) -> Array:
         """(0, V)"""

@@ -37,7 +37,7 @@ def made(kind: Kind, config: Any, layers: int) -> list[Any]:
             takes, counts = hasattr(layer, "update_and_fetch"), hasattr(layer, "offset")
         if not (takes and counts):
             lacks = "offset" if takes else "update_and_fetch"
-            what = f"layer {i}'s cache, a {type(layer).__name__}, has no {lacks}"
+            what = f"layer {i}'s cache, of class {type(layer).__name__}, has no {lacks}"
             raise Refusal(f"{what}, {PROTOCOL}", where=name)
     if len({id(layer) for layer in caches}) < layers:
         what = f"{kind.function}(config) gave one cache for several layers"

@@ -17,6 +17,7 @@ from typing import Any
 from mlxkv.engines import kinds
 from mlxkv.engines.kinds import Kind
 from mlxkv.engines.own import used
+from mlxkv.engines.runner import BrokenOff
 from oracle.formats.errors import Inexpressible, Refusal
 
 BATCH = ("BatchKVCache", "BatchRotatingKVCache")
@@ -72,7 +73,7 @@ def trim(cache: list[Any], n: int, name: str) -> None:
 
     for call in ("is_trimmable", "trim"):
         if not all(callable(getattr(layer, call, None)) for layer in cache):
-            raise Inexpressible(f"a {name} has no {call}()")
+            raise Inexpressible(f"{name} has no {call}()")
     trimmed = trim_prompt_cache(cache, n)
     if trimmed != n:
         what = f"trim_prompt_cache trimmed {trimmed} of {n} tokens"
@@ -102,7 +103,7 @@ def reloaded(cache: list[Any]) -> list[Any]:
     classes = {type(layer).__name__: type(layer) for layer in cache}
     for name, of in classes.items():
         if not (hasattr(of, "state") and callable(getattr(of, "from_state", None))):
-            raise Inexpressible(f"a {name} has no state and from_state to be saved and read by")
+            raise Inexpressible(f"class {name} has no state and from_state to be saved and read by")
     with tempfile.TemporaryDirectory() as folder, _known(classes):
         file = str(Path(folder) / "cache.safetensors")
         save_prompt_cache(file, cache)
@@ -155,10 +156,6 @@ def broken_off(model: Any) -> Iterator[None]:
         yield
     finally:
         layers[middle] = kept
-
-
-class BrokenOff(Exception):
-    """What a layer raises that is to fail."""
 
 
 class _Broken:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
+from oracle.formats.dither import factors
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.exits import DEBUG, PARENT
 from oracle.formats.plan import (
@@ -53,8 +54,8 @@ def blamed_on(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Inexpressible:
-        raise  # that there is no such call is said by us, and is no fault of the code
+    except (Inexpressible, BrokenOff):
+        raise  # these are ours, and no fault of the code
     except (Exception, SystemExit) as error:
         came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
         what = f"{what} failed with {came}{place(error, name.partition(':')[0])}"
@@ -80,6 +81,10 @@ def more() -> str:
     if PARENT not in os.environ:
         return "run it by itself to see more"
     return "its traceback is above" if DEBUG in os.environ else "run again with --debug to see more"
+
+
+class BrokenOff(Exception):
+    """What a call raises that is to be broken off."""
 
 
 class CropRefusal(Refusal):
@@ -292,6 +297,24 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
             write(path, replace(made, environment=environment), runner.arrays())
     job.write_seconds(seconds)
+
+
+def dither(module: Any, seed: int) -> None:
+    """Multiplies an embedding's weight (V, E) by the seed's `factors`; 0: does nothing.
+
+    A Refusal for packed weights, which cannot change by so little; those of half precision do not,
+    since they are rounded to it again.
+    """
+    import mlx.core as mx
+
+    if not seed:
+        return
+    weight = module.weight
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        raise Refusal("the embedding is packed, expected floats", where="dither")
+    with mx.stream(mx.cpu):
+        by = mx.array(factors(weight.shape, seed), mx.float64)
+        module.weight = (weight.astype(mx.float64) * by).astype(weight.dtype)
 
 
 def host(array: Any) -> Array:

@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxkv.engines import kinds
+from mlxkv.engines import kinds, port, process, runner
+from mlxkv.engines.job import Job
 from mlxkv.engines.mlx_lm import MlxLmRunner, caches_for
+from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Fail, New, Pad, Plan, Recall, Reload, Reset, Step
 
@@ -227,3 +229,69 @@ def test_a_files_kind_is_read_back_from_any_folder(
     kind = kinds.parse("mine.py:make", lossy="window")
     monkeypatch.chdir("/")
     assert kinds.parse(kind.text, lossy="window") == kind
+
+
+# The port, on the same steps.
+
+
+def port_run(model_of: Callable[..., Any], *steps: Step, guarded: bool = True) -> port.PortRunner:
+    return port.PortRunner(model_of(), Plan("p", (New("a"), *steps)), guarded=guarded).run()
+
+
+def test_the_port_goes_on_after_a_reload_and_after_a_call_that_broke_off(
+    model_of: Callable[..., Any],
+) -> None:
+    straight = np.concatenate(port_run(model_of, *calls(10, 2)).rows)
+    found = port_run(model_of, *calls(10), Reload("a"), Fail("a", (1, 2, 3)), *calls(2, first=10))
+    assert [outcome.error for outcome in found.outcomes] == [None] * 5
+    assert np.array_equal(np.concatenate(found.rows), straight)
+    said = found.says()["caches"]["a"]
+    assert (said["length"], said["rows"], said["allocated"]) == (12, 12, 256 * 2 * 2 * 8 * 4 * 3)
+    assert said["nbytes"] == said["allocated"] * 12 // 256
+
+
+def test_in_candles_mode_a_call_that_broke_off_leaves_rows_in_the_layers_before(
+    model_of: Callable[..., Any],
+) -> None:
+    found = port_run(model_of, *calls(10), Fail("a", (1, 2, 3)), *calls(2, first=10), guarded=False)
+    assert "cannot broadcast" in str(found.outcomes[3].error)
+    found = port_run(model_of, *calls(10), Fail("a", (1, 2, 3)), guarded=False)
+    said = found.says()["caches"]["a"]
+    assert (said["length"], said["rows"]) == (13, 10)
+
+
+def test_the_port_has_no_store_and_takes_no_padded_rows(model_of: Callable[..., Any]) -> None:
+    found = port_run(model_of, *calls(4), Recall("a", "b", 2), New("c"), Pad("c", (1,)))
+    kinds_of = [outcome.kind for outcome in found.outcomes]
+    assert kinds_of[2] == kinds_of[4] == "cannot be expressed"
+
+
+@pytest.mark.parametrize("module", [process.PORT, process.MLX_LM])
+def test_dither_moves_a_run_as_rounding_does_and_the_same_each_time(
+    folder_of: Callable[[str], Path], tmp_path: Path, module: str
+) -> None:
+    plan = Plan("p", (New("a"), *calls(N)))
+    found = []
+    for i, dither in enumerate((0, 1, 1, 2)):
+        out = tmp_path / str(i)
+        out.mkdir()
+        job = Job(str(folder_of("gqa")), (plan,), out, *["float32"] * 2, "cpu", dither=dither)
+        with job.begin(module) as running:
+            job.end(running)
+        found.append(trace.read(job.trace(plan)).logits)
+    plain, first, again, second = found
+    assert np.array_equal(first, again)
+    for one, other in ((plain, first), (first, second)):
+        assert 0 < np.abs(one - other).max() < 1e-4
+
+
+def test_packed_weights_are_not_dithered() -> None:
+    import mlx.core as mx
+    from mlx import nn
+
+    packed = nn.QuantizedEmbedding(8, 32, group_size=32)
+    with pytest.raises(Refusal, match=r"^dither: the embedding is packed, expected floats$"):
+        runner.dither(packed, 1)
+    before = mx.array(packed.weight)
+    runner.dither(packed, 0)
+    assert mx.array_equal(packed.weight, before)

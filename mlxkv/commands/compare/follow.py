@@ -203,5 +203,8 @@ def _repeats(job: Job, plans: Sequence[_Named]) -> tuple[Trace, ...]:
 
 
 def _read(path: Path, name: str) -> Trace:
+    """A trace under another name of its plan, without what its caches said of themselves."""
     made = trace.read(path)
-    return replace(made, meta=replace(made.meta, plan=replace(made.meta.plan, name=name)))
+    said = {key: value for key, value in made.meta.environment.items() if key != trace.CACHES}
+    plan = replace(made.meta.plan, name=name)
+    return replace(made, meta=replace(made.meta, plan=plan, environment=said))

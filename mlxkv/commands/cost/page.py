@@ -86,7 +86,8 @@ def known(one: Measured) -> str:
     if found.met:
         return f"as it should be ({found.ratio:.4f} of its known answer)"
     away = f"away from its known answer by {abs(found.errors):.1f} standard errors"
-    return f"{away} ({found.ratio:.3f} of it): not the format's cost but a fault"
+    apart = f"{found.ratio:.3f} of it, at a position {100 * found.apart:.2g} % apart"
+    return f"{away} ({apart}): not the format's cost but a fault"
 
 
 def _retrieval(cost: Cost) -> str:
@@ -176,21 +177,21 @@ def _table(
 
 def _known(cost: Cost) -> list[str]:
     some = [one for one in cost.shown if one.known]
-    head = ("cache", "known answer", "mean KL", "known mean KL", "ratio", "apart", "in errors", "")
+    head = ("cache", "known answer", "mean KL", "known", "ratio", "in errors", "apart", "limit", "")
     rows = []
     for one in some:
         if (found := one.known) is None:
             continue
         numbers = [number(one.all.mean_kld.mean), number(found.mean_kld), f"{found.ratio:.4f}"]
         verdict = "as it should be" if found.met else "a fault"
-        numbers += [number(found.apart), f"{found.errors:.1f}", verdict]
+        numbers += [f"{found.errors:.1f}", number(found.apart), number(found.most_apart), verdict]
         rows.append([_name(one), code(found.spec), *numbers])
     how = (
-        "What the oracle computes in float64 for a cache that keeps just that. *apart* is the mean "
-        "size of the difference at a position, of the known mean; *in errors* is the mean "
-        "difference in its own paired standard errors."
+        "What the oracle computes in float64 for a cache that keeps just that. *in errors* is the "
+        "mean difference in its own paired standard errors; *apart* is the mean size of the "
+        "difference at a position, of the known mean, and *limit* what rounding explains of it."
     )
-    table = markdown_table(head, rows, left={0, 1, 7})
+    table = markdown_table(head, rows, left={0, 1, 8})
     return ["## Known answers", "", how, "", *table] if rows else []
 
 

@@ -106,11 +106,17 @@ def run(request: Request) -> Matrix:
             scenarios=tuple(made),
             seen=_seen(made, traces, rights),
             rights=rights,
-            environments={who: traces["greedy", who].meta.environment for who in SYSTEMS},
+            environments={who: _surroundings(traces["greedy", who]) for who in SYSTEMS},
             branches=_branches(request, checkpoint, room),
             comparable=is_original(checkpoint),
             text=lambda before, ids: "".join(words.stream(before, ids)) if words else "",
         )
+
+
+def _surroundings(found: trace.Trace) -> dict[str, Any]:
+    """What a system ran on and with, whatever its caches said of themselves in one scenario."""
+    environment = found.meta.environment
+    return {name: value for name, value in environment.items() if name != trace.CACHES}
 
 
 def _prompts(request: Request, checkpoint: Checkpoint) -> tuple[Ids, Ids]:
