@@ -242,9 +242,9 @@ def _arrays(
         same = array.dtype == kind and array.ndim == len(axes)
         pairs = zip(axes, array.shape, strict=True) if same else ()
         if not same or any(sizes.setdefault(axis, size) != size for axis, size in pairs):
-            shape = [sizes.get(axis, axis) for axis in axes]
+            shape = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
             what = f"{name} has shape {list(array.shape)} {array.dtype}"
-            raise _damaged(path, f"{what}, expected {shape} {np.dtype(kind)}")
+            raise _damaged(path, f"{what}, expected [{shape}] {np.dtype(kind)}")
         _require_numbers(path, name, array)
     return arrays
 
