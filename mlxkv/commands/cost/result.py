@@ -147,6 +147,4 @@ def _variant(one: Measured) -> dict[str, Any]:
     named = value.pop("variant")
     if one.failed:
         return {**named, "failed": one.failed}
-    if one.known:
-        value["known"]["met"] = one.known.met
     return {**named, **value, "bytes_per_token": one.per_token}
