@@ -1,5 +1,5 @@
-"""Caches of one's own as `mlxkv cost --cache FILE.py:make` takes them: right ones, and each with one
-planted mistake. What each is meant to keep stands beside the tests.
+"""Caches of one's own as `mlxkv cost --cache FILE.py:make` takes them: right ones, and others with
+one planted mistake each. What each is meant to keep stands beside the tests.
 """
 
 from __future__ import annotations

@@ -153,11 +153,12 @@ def known(spec: str, answer: Array, rows: Rows, noise: Rows) -> Known:
     most = APART_ROUNDED * q**0.25 if rounds else APART * q**0.5
     signed, size = Value.of(rows.kl - answer), Value.of(np.abs(rows.kl - answer))
     both_none = max(mean, found) <= NOISE * floor
+    beyond = _in_errors(size.mean - most * scale, size)
     return Known(
         spec,
         mean_kld=mean,
         ratio=np.nan if both_none else found / scale,
-        errors=max(_in_errors(abs(signed.mean), signed), _in_errors(size.mean - most * scale, size)),
+        errors=max(_in_errors(abs(signed.mean), signed), beyond),
         apart=size.mean / scale,
         most_apart=most,
         met=both_none or (abs(found - mean) <= WITHIN * scale and size.mean <= most * scale),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxkv.report.text import (
     environment_rows,
     markdown_table,
     number,
+    power,
     side_by_side,
 )
 
@@ -34,7 +36,7 @@ _HEAD = (
     "B/token",
     "known",
 )
-_WIDEST = 24
+_WIDTH, _WIDEST = 100, 22
 _PLOT = "mean KL against bytes of the cache per token"
 _WORDS = {
     "KL, KLD": "KL(truth || variant) of the next token's distribution at a position, in nats; the "
@@ -64,16 +66,20 @@ def console(cost: Cost, *, report: str) -> str:
     fed = f"{cost.length:,} in chunks of {cost.chunk}, {n - cost.length:,} decoded"
     lines = [f"{cost.model}  {engine}", f"{n:,} tokens of {cost.title}: {fed}", ""]
     rows = [_row(one) for one in cost.shown]
-    lines += [*columns(_HEAD, rows, left={0}), ""]
-    lines += [clip(f"not measured: {_name(one)}: {one.failed}", 300) for one in _failed(cost)]
-    lines += [*_findings(cost), f"report: {report}"]
-    return "\n".join(lines) + "\n"
+    lines += [*columns(_HEAD, rows, left={0})]
+    for one in _failed(cost):
+        line = f"{clip(_name(one), _WIDEST):{_WIDEST}}  not measured: {one.failed}"
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent=" " * (_WIDEST + 2))
+    lines.append("")
+    for line in _findings(cost):
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+    return "\n".join([*lines, f"report: {report}"]) + "\n"
 
 
 def _findings(cost: Cost) -> list[str]:
     """What is to be said in words."""
     none = [_name(one) for one in cost.shown if one.none and one is not cost.noise]
-    lines = [f"none lost beside float32's noise: {', '.join(none)}"] if none else []
+    lines = [f"nothing lost that float32's noise would show: {', '.join(none)}"] if none else []
     lines += [f"{_name(one)}: {known(one)}" for one in cost.away]
     return [*lines, _retrieval(cost)]
 
@@ -98,7 +104,9 @@ def _retrieval(cost: Cost) -> str:
     if not cost.tells:
         return f"retrieval probe: this model cannot tell: its full cache finds {full} tokens back"
     lost = [
-        _name(one) for one in cost.shown if min(one.rates.values()) < TELLS * min(rates.values())
+        _name(one)
+        for one in cost.shown
+        if any(rate < TELLS * rates[far] for far, rate in one.rates.items())
     ]
     found = f"the full cache finds {full} tokens back"
     return f"retrieval probe: {found}; forgotten somewhere by {', '.join(lost) or 'none'}"
@@ -117,8 +125,8 @@ def _row(one: Measured) -> list[str]:
     return [
         clip(_name(one), _WIDEST),
         number(all.mean_kld.mean),
-        number(all.mean_kld.error),
-        number(all.kld_99),
+        power(all.mean_kld.error),
+        power(all.kld_99, digits=2),
         f"{all.same_top_p.mean:.4f}",
         str(all.decisive_flips),
         *_pair(all.ppl_ratio, 4),

@@ -44,7 +44,9 @@ def kl_against_bytes(cost: Cost) -> str:
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if _round(value) else "")
+        axes.tick_params(axis="x", which="minor", length=3.5)
         axes.yaxis.set_minor_formatter(lambda *_: "")
+        axes.margins(x=0.15)
         axes.grid(color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         return plots.svg(figure)
@@ -90,15 +92,20 @@ def _kind(one: Measured) -> str:
 
 
 def _names(axes: Any, shown: Sequence[Measured], noise: float) -> None:
-    """Each variant's name to the right of its point; lower where two would lie on each other."""
-    taken: list[tuple[float, float]] = []
+    """Each variant's name: below the line for those on it, else to the right, where there is room.
+
+    Where two would lie on each other, the one that loses less goes lower.
+    """
+    best, taken = pareto(shown), list[tuple[str, float, float]]()
+    largest = max(one.per_token for one in shown)
     for one in sorted(shown, key=lambda one: -one.all.mean_kld.mean):
-        at = np.log10(one.per_token), np.log10(_y(one, noise))
-        near = sum(abs(at[0] - x) < 0.15 and abs(at[1] - y) < 0.25 for x, y in taken)
-        taken.append(at)
-        offset = (6, 3 - 10 * near)
-        xy = (one.per_token, _y(one, noise))
-        axes.annotate(one.variant.name, xy, xytext=offset, textcoords="offset points", fontsize=7)
+        ha = "right" if one in best or one.per_token == largest else "left"
+        x, y = np.log10(one.per_token), np.log10(_y(one, noise))
+        near = sum(ha == side and abs(x - a) < 0.1 and y > b - 0.45 for side, a, b in taken)
+        taken.append((ha, x, y - 0.3 * near))
+        offset = (6 if ha == "left" else -6, (-8 if one in best else 3) - 8 * near)
+        looks = {"textcoords": "offset points", "fontsize": 7, "ha": ha}
+        axes.annotate(one.variant.name, (one.per_token, _y(one, noise)), xytext=offset, **looks)
 
 
 def _y(one: Measured, noise: float) -> float:

@@ -119,8 +119,8 @@ class Cost:
     @property
     def tells(self) -> bool:
         """Whether the full cache finds enough in the retrieval probe for others to be judged."""
-        rates = self.noise.rates
-        return bool(rates) and min(rates.values()) >= TELLS
+        rates = self.noise.rates.values()
+        return bool(rates) and sum(rates) >= TELLS * len(rates)
 
     @property
     def away(self) -> tuple[Measured, ...]:

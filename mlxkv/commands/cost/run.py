@@ -60,7 +60,7 @@ def run(request: Request) -> Cost:
     fed = ask.passage(request, checkpoint)
     asked = tuple(_without_misfit(one, checkpoint) for one in asked)
     specs = [one.known for one in asked if one.known]
-    probed = _probe(asked, checkpoint)
+    probed = _probe(asked, checkpoint, fed)
     announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
@@ -97,9 +97,10 @@ def _head_dim(checkpoint: Checkpoint) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _probe(asked: Sequence[Variant], checkpoint: Checkpoint) -> Probe | None:
+def _probe(asked: Sequence[Variant], checkpoint: Checkpoint, fed: Passage) -> Probe | None:
     windows = [window for one in asked if (window := one.window)]
-    return probe(windows, vocab=checkpoint.vocab_size, limit=checkpoint.max_positions)
+    sizes = {"vocab": checkpoint.vocab_size, "limit": checkpoint.max_positions}
+    return probe(windows, fed.tokens, **sizes)
 
 
 def _seconds(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlxkv.engines import kinds
 from mlxkv.engines.kinds import Kind, Lossy
+from oracle.formats import stored
 from oracle.formats.errors import Refusal
 
 KNOWN = ("float16", "8 bits", "window 256")
@@ -73,13 +74,14 @@ def everything() -> tuple[Variant, ...]:
 def chosen(caches: Sequence[str], lossy: Lossy, known: str) -> tuple[Variant, ...]:
     """The full cache and those that a person named; `lossy` and `known` are of their own ones."""
     found = {PLAIN.name: PLAIN}
+    spec = stored.parse(known).name if known else ""
     for text in caches:
         own = kinds.parse(text).whose == "own"
         kind = kinds.parse(text, lossy=lossy if own else "")
         if kind.whose not in kinds.INSIDE:
             what = f"{kind.name} is {kind.whose}'s, expected a cache that mlx-lm's Llama can run on"
             raise Refusal(what, where="--cache", remedy="`mlxkv pitfalls` runs it")
-        named = Variant(kind.name, kind.text, lossy if own else "", known=known if own else "")
+        named = Variant(kind.name, kind.text, lossy if own else "", known=spec if own else "")
         if kind.name != "KVCache":
             found[kind.name] = named if own else _known(named)
     if (lossy or known) and all(one.kind.whose != "own" for one in found.values()):
