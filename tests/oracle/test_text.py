@@ -8,6 +8,7 @@ import command
 import models
 import numpy as np
 import pytest
+import torch
 
 from oracle import text as texts
 from oracle.formats import text
@@ -241,8 +242,8 @@ def test_one_shorter_than_the_text_shows_at_its_last_token_alone(model, ids, tmp
 
 def test_a_truth_whose_ways_differ_is_refused_and_leaves_nothing(model, ids, tmp_path, monkeypatch):
     right = llama.Layer._rotate
-    shifted = lambda self, x, start: right(self, x, start // 2)  # noqa: E731
-    monkeypatch.setattr(llama.Layer, "_rotate", shifted)
+    later = lambda self, x, start: right(self, x, start) * (1 + 1e-8 * (start > 0))  # noqa: E731
+    monkeypatch.setattr(llama.Layer, "_rotate", later)
     with pytest.raises(
         Refusal, match=r"whole and in chunks it differs by .*, expected at most 1e-1"
     ):
@@ -278,6 +279,17 @@ def test_all_ways_read_each_layers_weights_once_and_logits_come_in_blocks(
         np.testing.assert_allclose(lost.kl, other.stored[name].kl, rtol=1e-7, atol=1e-14)
         np.testing.assert_allclose(lost.p_right, other.stored[name].p_right, rtol=1e-12)
         assert (lost.top1_same == other.stored[name].top1_same).all()
+
+
+def test_a_loss_is_never_below_nothing_and_a_nan_stays_one():
+    logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    true = torch.log_softmax(logits, dim=-1)
+    other = torch.log_softmax(logits * (1 + 1e-15), dim=-1)
+    assert ((true.exp() * (true - other)).sum(-1) < 0).any()  # as rounding has it
+    other[7, 3] = torch.nan
+    kl = losses._rows(true, other, torch.zeros(500, dtype=torch.long))["kl"]
+    assert torch.isnan(kl).nonzero().tolist() == [[7]]
+    assert (kl[torch.arange(500) != 7] >= 0).all()
 
 
 def test_more_specs_are_added_and_what_is_there_stays(model, ids, tmp_path):
