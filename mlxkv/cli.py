@@ -97,7 +97,19 @@ _run = options(
     _device,
     option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
     option(
-        "--engine", "Whose Llama is judged.", metavar="[port|mlx-lm|FILE.py:load]", default="port"
+        "--engine",
+        "Whose Llama is judged  [default: port]",
+        metavar="[port|mlx-lm|FILE.py:load]",
+    ),
+    option(
+        "--cache",
+        "The cache that mlx-lm's Llama is judged on; make(config) gives one for each layer.",
+        metavar="[NAME[:KEY=VALUE,...]|FILE.py:make|module:function]",
+    ),
+    option(
+        "--lossy",
+        "What a --cache of your own loses by design.",
+        type=click.Choice(["quantised", "window"]),
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
@@ -144,7 +156,8 @@ def compare(
     your tokens and over the model's probe, and writes a report. With --engine mlx-lm the same plans
     are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
     FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens,
-    cache=cache) and make_cache().
+    cache=cache) and make_cache(). With --cache it is mlx-lm's Llama on another cache: one that has
+    a name, such as QuantizedKVCache:bits=8, or your own.
     """
     from mlxkv.commands.compare import many, run
 
@@ -440,16 +453,25 @@ def clear_store(kinds: tuple[str, ...], older_than: str | None, yes: bool) -> No
 
 
 def _request(
-    prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
+    prompt: str | None,
+    prompt_file: Path | None,
+    tokens: tuple[int, ...] | None,
+    engine: str | None,
+    cache: str | None,
+    lossy: Any,
+    **rest: Any,
 ) -> Request:
     from mlxkv.commands.compare.ask import Request
+    from mlxkv.engines import kinds
 
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
     prompt = read_text(prompt_file) if prompt_file is not None else prompt
-    return Request(prompt=prompt, tokens=tokens, **rest)
+    kind = kinds.inside(cache, engine=engine, lossy=lossy)
+    engine = engine or ("port" if kind is None else "mlx-lm")
+    return Request(prompt=prompt, tokens=tokens, engine=engine, cache=kind, **rest)
 
 
 def _command_line() -> str:

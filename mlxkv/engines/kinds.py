@@ -39,7 +39,11 @@ class BuiltIn:
 BUILT_IN: dict[str, BuiltIn] = {
     "KVCache": BuiltIn("mlx-lm", "mlx-lm's usual one"),
     "ConcatenateKVCache": BuiltIn("mlx-lm", "no spare rows: concatenates at each call"),
-    "ChunkedKVCache": BuiltIn("mlx-lm", "drops what lies before its chunk", {"size": 8192}),
+    "ChunkedKVCache": BuiltIn(
+        "mlx-lm",
+        "drops what lies before its chunk where a model asks it to, which a Llama does not",
+        {"size": 8192},
+    ),
     "RotatingKVCache": BuiltIn(
         "mlx-lm", "a window, and sinks", {"size": None, "keep": 0}, "window"
     ),
@@ -123,6 +127,31 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
         what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
         raise Refusal(what, remedy="leave it out")
     return Kind(str(found), about.whose, about.lossy, found.options)
+
+
+def inside(
+    text: str | None, *, engine: str | None = None, lossy: Lossy | None = None
+) -> Kind | None:
+    """The cache that a person named for mlx-lm's Llama, None where they named none.
+
+    A Refusal for one that runs elsewhere, and beside another `engine`.
+    """
+    if text is None:
+        if lossy:
+            raise Refusal(f"--lossy {lossy}: expected it beside --cache", remedy="leave it out")
+        return None
+    if engine not in (None, "mlx-lm"):
+        what = f"a cache runs inside mlx-lm's Llama, expected --engine mlx-lm, got {engine}"
+        raise Refusal(what, where="--cache", remedy="leave --engine out")
+    kind = parse(text, lossy=lossy or "")
+    if kind.whose == "port":
+        what = "the port's own cache runs in the port, which is judged without --cache"
+        raise Refusal(what, where="--cache", remedy="leave it out")
+    if kind.whose == "transformers":
+        what = f"{kind.base} is transformers', which is what others are judged by"
+        remedy = f"see how it behaves with `mlxkv pitfalls --cache {text}`"
+        raise Refusal(what, where="--cache", remedy=remedy)
+    return kind
 
 
 def executed(texts: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from mlxkv.engines.kinds import Kind
 from mlxkv.engines.prompt_cache import BATCH
 from mlxkv.engines.prompt_cache import caches_for as caches_for
 from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, blamed_on, host
+from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import CACHES, Meta
@@ -91,7 +92,7 @@ class MlxLmRunner(PlanRunner):
     def recall(self, source: str, target: str, length: int) -> None:
         """By mlx-lm's LRUPromptCache."""
         cache, fed = self.caches[source], self.fed[source]
-        if not cache or len(fed[0]) > 1:
+        if not cache or not fed or len(fed[0]) > 1:
             raise Inexpressible("LRUPromptCache holds caches of one sequence")
         tokens = [token for rows in fed for token in rows[0]]
         with self._blamed("LRUPromptCache"):
@@ -101,7 +102,7 @@ class MlxLmRunner(PlanRunner):
     def fail(self, name: str, tokens: tuple[int, ...]) -> None:
         """The layer in the middle raises; then each layer is trimmed by what it took."""
         cache = self._ready(name, (tokens,))
-        before = [layer.offset for layer in cache or ()]
+        before = [prompt_cache.largest(layer) for layer in cache or ()]
         with suppress(BrokenOff), prompt_cache.broken_off(self.model):
             self._logits((tokens,), cache)
         with self._blamed("trim()"):
@@ -229,6 +230,12 @@ def _rope(model: Any) -> str:
     return f"{kind}, theta {theta:g}" if isinstance(theta, int | float) else ""
 
 
+def _named(kind: Kind) -> dict[str, str]:
+    """A cache's name, and of a person's own file its digest."""
+    file = kind.file
+    return {"cache": kind.name} | ({f"sha256 of {file.name}": sha256(file)} if file else {})
+
+
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     environment, checkpoint = job.prepare(job.device)
@@ -246,7 +253,7 @@ def follow(job: Job) -> None:
 
     def begin(plan: Plan) -> tuple[MlxLmRunner, Meta]:
         kind = used.get(plan.name, KVCACHE)
-        runs = replace(meta, environment=meta.environment | {"cache": kind.name})
+        runs = replace(meta, environment=meta.environment | _named(kind))
         return MlxLmRunner(model, plan, kind=kind), runs
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)

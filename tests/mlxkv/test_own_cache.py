@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command
 import models
 import numpy as np
 import pytest
@@ -252,3 +254,99 @@ def test_a_file_that_ends_its_process_or_has_no_make_is_one_line(
         asked.end(running)
     assert says in f"{error.value}\n{capfd.readouterr().err}"
     assert not asked.trace(asked.plans[0]).exists()
+
+
+# Judged by compare and locate.
+
+
+def judged(
+    name: str, folder: Path, oracle: Path, out: Path, cache: object, *more: str
+) -> command.Done:
+    given = [folder, "--oracle", oracle, "--cache", cache, "--out", out, *more]
+    return command.mlxkv(name, *given)
+
+
+def test_a_right_cache_of_ones_own_agrees_and_its_rows_are_judged(
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Path],
+    kind: Callable[..., kinds.Kind],
+    tmp_path: Path,
+) -> None:
+    own = kind(OWN + MAKE).text
+    done = judged("compare", folder_of("gqa"), oracle_of("gqa"), tmp_path / "out", own, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert (verdict["subject"]["engine"], verdict["scopes"]) == (
+        "mlx-lm with mine.py:make",
+        ["logits", "cache"],
+    )
+    said = verdict["environment"]["mlx-lm with mine.py:make"]
+    assert said["cache"] == "mine.py:make"
+    assert len(said["sha256 of mine.py"]) == 64
+    assert "caches" not in said
+    assert sorted(verdict["took"]) == ["mlx-lm with mine.py:make", "oracle"]
+
+
+def test_a_cache_that_shows_nothing_is_judged_by_logits_and_one_that_raises_not_at_all(
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Path],
+    kind: Callable[..., kinds.Kind],
+    tmp_path: Path,
+) -> None:
+    given = folder_of("gqa"), oracle_of("gqa"), tmp_path / "out"
+    least = OWN.partition("    @property")[0] + MAKE
+    done = judged("compare", *given, kind(least).text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mlx-lm with mine.py:make: agree (logits)" in done.stdout
+    fails = OWN.replace("        new = (k", "        if self.offset == 7: 1 / 0\n        new = (k")
+    done = judged("compare", *given, kind(fails + MAKE).text)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "failed with ZeroDivisionError: division by zero (mine.py:9 in upd" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["compare", "locate"])
+def test_a_lossy_cache_is_judged_as_any_other_and_said_to_be_lossy(
+    folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    given = folder_of("gqa"), oracle_of("gqa"), tmp_path
+    done = judged(name, *given, "StoredKVCache:dtype=bfloat16")
+    assert done.returncode == 1, done.stdout + done.stderr
+    note = "note: lossy by design (quantised): `mlxkv cost` says what it costs"
+    assert note in done.stdout
+    assert "mlx-lm with StoredKVCache:dtype=bfloat16" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["KVCache", "--engine", "port"],
+            "--cache: a cache runs inside mlx-lm's Llama, expected --",
+        ),
+        (["KVCache", "--engine", "mine.py:load"], "expected --engine mlx-lm, got mine.py:load"),
+        (
+            ["port"],
+            "--cache: the port's own cache runs in the port, which is judged without --cache",
+        ),
+        (["StaticCache"], "with `mlxkv pitfalls --cache StaticCache`"),
+        (["Nothing"], "--cache: 'Nothing', expected FILE.py:make, module:function, or one of KVC"),
+        (["nothing.py:make"], "--cache: nothing.py: no such file, expected the Python file"),
+        (["KVCache", "--lossy", "window"], "--lossy window, expected it for a cache of your own"),
+        (["QuantizedKVCache:bits=8"], "group_size is 64, expected none, which divides head_dim 8"),
+    ],
+)
+def test_a_cache_that_cannot_be_judged_is_refused_before_anything_runs(
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Path],
+    tmp_path: Path,
+    given: list[str],
+    says: str,
+) -> None:
+    done = judged("compare", folder_of("gqa"), oracle_of("gqa"), tmp_path / "out", *given)
+    command.refused(done, says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_lossy_without_a_cache_is_refused(folder_of: Callable[[str], Path]) -> None:
+    done = command.mlxkv("compare", folder_of("gqa"), "--lossy", "window")
+    command.refused(done, "--lossy window: expected it beside --cache")

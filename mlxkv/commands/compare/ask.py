@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxkv.engines import oracle
+from mlxkv.engines import kinds, oracle
+from mlxkv.engines.kinds import Kind
+from mlxkv.engines.own import heads_of
 from mlxkv.engines.process import Finished
 from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
@@ -28,8 +30,9 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others. `quick` leaves the probe out. `has_oracle`
-    says that the command has the option --oracle, for its messages.
+    `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
+    several requests from the others. `quick` leaves the probe out. `has_oracle` says that the
+    command has the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -45,6 +48,7 @@ class Request:
     fresh: bool = False
     ignore_keys: tuple[str, ...] = ()
     engine: str = "port"
+    cache: Kind | None = None
     prompt_tokens: int | None = None
     name: str | None = None
     quick: bool = False
@@ -86,6 +90,7 @@ def ask(requests: Sequence[Request]) -> Answers:
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
+    _require_fits(first.cache, checkpoint)
     beyond = ""
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
@@ -132,6 +137,7 @@ def _given(request: Request, folder: Path) -> Answers:
     )
     if request.engine == "port":
         require_llama(checkpoint)
+    _require_fits(request.cache, checkpoint)
     if manifest.fingerprint != checkpoint.fingerprint:
         found, expected = manifest.fingerprint[:16], checkpoint.fingerprint[:16]
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
@@ -143,6 +149,13 @@ def _given(request: Request, folder: Path) -> Answers:
     if inside is not None:
         probe = _answer(checkpoint, inside, run_folder.read_manifest(inside), None)
     return Answers((_answer(checkpoint, folder, manifest, None),), probe)
+
+
+def _require_fits(cache: Kind | None, checkpoint: Checkpoint) -> None:
+    """Refuses a cache that no head of the model fits, before the oracle is asked."""
+    heads = heads_of(checkpoint.config)
+    if cache is not None and heads:
+        kinds.require(cache, heads[1])
 
 
 def _require_texts(checkpoint: Checkpoint, manifest: run_folder.Manifest, where: Path) -> None:
