@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 FOLDER = click.Path(path_type=Path)
-PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
+PARTS = click.Choice(
+    ["compare", "pitfalls", "caches", "prompts", "long", "selftest", "calibration"]
+)
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
@@ -211,14 +213,39 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 @option("--tokens", "The first prompt as token ids.", type=Listed(whole))
 @option("--other-tokens", "The other as token ids.", type=Listed(whole))
 @option("--steps", "Greedy tokens after each prompt.", type=Whole(3), default=20)
+@option(
+    "--cache",
+    "A cache to put through its lives instead; may be given again.",
+    into="caches",
+    metavar="NAME|FILE.py:make|module:function|all",
+    multiple=True,
+)
+@option(
+    "--lossy",
+    "What a cache of your own keeps less than it is given for: fewer bits, or a window.",
+    type=click.Choice(["quantised", "window"]),
+)
 @_device
 @_report("the matrix")
-def pitfalls(**options: Any) -> Callable[..., Report]:
+def pitfalls(caches: tuple[str, ...], lossy: Any, **options: Any) -> Callable[..., Report]:
     """Run every right and wrong use of a cache on four systems, and say what came of it.
 
     The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when
     every system behaved as documented, 1 when one did not, which is news.
+
+    With --cache the caches that you name, or all that are built in, are trimmed, copied, saved,
+    batched, broken off and more. FILE.py:make is executed: make(config) is given mlx-lm's ModelArgs
+    and returns one cache per layer. Exit code 0 when what is built in behaved as known and your own
+    is nowhere silently wrong, else 1.
     """
+    if caches:
+        from mlxkv.commands.pitfalls import conform
+
+        return partial(
+            conform.report, conform.CacheRequest(caches=caches, lossy=lossy or "", **options)
+        )
+    if lossy:
+        raise Refusal(f"--lossy {lossy}: expected it beside --cache; name a cache, or leave it out")
     from mlxkv.commands.pitfalls.run import Request, report
 
     return partial(report, Request(**options))

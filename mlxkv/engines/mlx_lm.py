@@ -71,6 +71,15 @@ class MlxLmRunner(PlanRunner):
             prompt_cache.trim(cache, held - length, self.kind.name)
         self._keep(name, length)
 
+    def trim(self, name: str, tokens: int) -> None:
+        """As mlx-lm trims: all that is there, where more is asked for."""
+        held = self.held(name)
+        if self.caches[name] is None:
+            return
+        with self._blamed("trim()"):
+            prompt_cache.trim(self.caches[name], tokens, self.kind.name, held=held)
+        self._keep(name, max(0, held - tokens))
+
     def pad(self, name: str, left: tuple[int, ...]) -> None:
         """Padding is what batch caches are made with, and others told by mlx-lm's `prepare`."""
         cache = self.caches[name]

@@ -23,8 +23,13 @@ PROTOCOL = "expected mlx-lm's protocol: update_and_fetch(keys, values) and offse
 
 def made(kind: Kind, config: Any, layers: int) -> list[Any]:
     """One cache for each of `layers`; a Refusal where it is anything else."""
+    make = _function(kind.file, kind.module, kind.function, kind.name)
+    return checked(make, config, layers, kind)
+
+
+def checked(make: Callable[[Any], Any], config: Any, layers: int, kind: Kind) -> list[Any]:
+    """What `make`, a kind's own, gives for a config, once it is a cache for each layer."""
     name = kind.name
-    make = _function(kind.file, kind.module, kind.function, name)
     with blamed_on(name, f"{kind.function}(config)"):
         caches = make(config)
     if not isinstance(caches, list | tuple) or len(caches) != layers:

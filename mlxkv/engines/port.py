@@ -96,6 +96,9 @@ class PortRunner(PlanRunner):
     def crop(self, name: str, length: int) -> None:
         self.caches[name].crop(length)
 
+    def trim(self, name: str, tokens: int) -> None:
+        self.caches[name].crop(self.held(name) - tokens)
+
     def reset(self, name: str) -> None:
         self.caches[name].reset()
 

@@ -68,15 +68,18 @@ def copied(cache: list[Any]) -> list[Any]:
     return copy.deepcopy(cache)
 
 
-def trim(cache: list[Any], n: int, name: str) -> None:
-    """Takes the last `n` tokens away by mlx-lm's `trim_prompt_cache`; `name` is the cache's."""
+def trim(cache: list[Any], n: int, name: str, *, held: int | None = None) -> None:
+    """Takes the last `n` tokens away by mlx-lm's `trim_prompt_cache`; `name` is the cache's.
+
+    It trims what is there where more is asked for: of no more than `held` tokens (None: of `n`).
+    """
     from mlx_lm.models.cache import trim_prompt_cache
 
     for call in ("is_trimmable", "trim"):
         if not all(callable(getattr(layer, call, None)) for layer in cache):
             raise Inexpressible(f"{name} has no {call}()")
     trimmed = trim_prompt_cache(cache, n)
-    if trimmed != n:
+    if trimmed != (n if held is None else min(n, held)):
         what = f"trim_prompt_cache trimmed {trimmed} of {n} tokens"
         raise Inexpressible(f"{what} from a {name}")
 

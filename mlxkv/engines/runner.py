@@ -38,6 +38,8 @@ from oracle.formats.plan import (
     Reload,
     Reset,
     Step,
+    Trim,
+    require,
 )
 from oracle.formats.trace import Meta, Outcome, write
 
@@ -126,6 +128,10 @@ class PlanRunner(ABC):
     def crop(self, name: str, length: int) -> None:
         """The cache keeps its first `length` tokens."""
 
+    def trim(self, name: str, tokens: int) -> None:
+        """Asks the cache itself to drop so many tokens from its end, even more than it has."""
+        raise Inexpressible("it is cut back to a length, and not by a number of tokens")
+
     def reset(self, name: str) -> None:
         """The cache is empty again."""
         self.new(name, self.caches[name] is not None)
@@ -213,6 +219,7 @@ class PlanRunner(ABC):
             raise Inexpressible(f"index_pos {index_pos} with {held} tokens cached, as {why}")
 
     def _step(self, index: int, step: Step) -> list[int] | None:
+        require(step, self.caches)
         match step:
             case New(name, use_kv_cache):
                 self.new(name, use_kv_cache)
@@ -227,6 +234,8 @@ class PlanRunner(ABC):
                 self._same_rows(source, target)
             case Crop(name, length):
                 self.crop(name, length)
+            case Trim(name, tokens):
+                self.trim(name, tokens)
             case Reset(name):
                 self.reset(name)
                 self.padding[name] = ()

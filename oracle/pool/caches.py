@@ -1,8 +1,9 @@
 """transformers' caches by name: how each is made and cut, and what it holds and says of itself.
 
 A sliding one is what transformers makes for a config with sliding attention. A Llama's own mask
-knows no window, so the tokens of one call see all of that call. transformers' quantised layers say
-nothing of what they hold, which is read from where they keep it. Supported as in `reference.py`.
+knows no window, so the calls on such a cache have that of transformers' Mistral, which is a Llama
+with one. transformers' quantised layers say nothing of what they hold, which is read from where
+they keep it. Supported as in `reference.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.llama import modeling_llama
 
 from oracle.formats.cache_name import TRANSFORMERS, CacheName, complete
 from oracle.formats.errors import Inexpressible, Refusal, one_line
 
+SLIDING = ("DynamicSlidingCache", "StaticSlidingCache")
 _PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq")}
 
 
@@ -71,6 +75,24 @@ def _sliding(config: Any, size: Any) -> Any:
     made.sliding_window = size
     made.layer_types = ["sliding_attention"] * config.num_hidden_layers
     return made
+
+
+@contextmanager
+def masked(name: CacheName) -> Iterator[None]:
+    """Calls of the model within have the mask that a sliding cache needs."""
+    if name.name not in SLIDING:
+        yield
+        return
+    kept = modeling_llama.create_causal_mask
+
+    def sliding(config: Any, **given: Any) -> Any:
+        return create_sliding_window_causal_mask(_sliding(config, name.options["size"]), **given)
+
+    modeling_llama.create_causal_mask = sliding
+    try:
+        yield
+    finally:
+        modeling_llama.create_causal_mask = kept
 
 
 def length(cache: Any) -> int:

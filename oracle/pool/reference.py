@@ -42,6 +42,8 @@ from oracle.formats.plan import (
     Reload,
     Reset,
     Step,
+    Trim,
+    require,
 )
 from oracle.formats.tensors import Array
 from oracle.formats.trace import CACHES, Meta, Outcome, Trace
@@ -220,6 +222,7 @@ class _Run:
         chosen: list[int] = []
         caches = self._caches
         try:
+            require(step, caches)
             match step:
                 case New(cache, use_kv_cache):
                     caches[cache] = self._fresh() if use_kv_cache else None
@@ -236,8 +239,11 @@ class _Run:
                     self._left[target] = self._left.get(source, ())
                 case Crop(cache, length):
                     _crop(caches[cache], length)
+                case Trim(cache, tokens):
+                    _trim(caches[cache], tokens)
                 case Reset(cache):
-                    caches[cache] = None if caches[cache] is None else self._fresh()
+                    if caches[cache] is not None:
+                        caches[cache].reset()
                     self._left.pop(cache, None)
                 case Pad(cache, left):
                     self._left[cache] = left
@@ -290,7 +296,8 @@ class _Run:
             given["position_ids"] = torch.arange(index_pos, index_pos + width)[None]
         if any(left):
             given |= _padded(left, held, width)
-        rows: Tensor = self._model(torch.tensor(batch), **given).logits
+        with caches.masked(self._cache):
+            rows: Tensor = self._model(torch.tensor(batch), **given).logits
         first = len(self._places)
         self._places += [(at - left[row], i, row) for row in range(len(batch)) for at in kept]
         self._logits[first : len(self._places)] = rows.flatten(0, 1).float().numpy()
@@ -325,6 +332,12 @@ def _crop(cache: Any, length: int) -> None:
         raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
     if cache is not None:
         caches.crop(cache, held - length)
+
+
+def _trim(cache: Any, tokens: int) -> None:
+    """Has the cache itself forget so many tokens, be it more than it holds."""
+    if cache is not None:
+        caches.crop(cache, tokens)
 
 
 def _padded(left: tuple[int, ...], held: int, width: int) -> dict[str, Tensor]:
