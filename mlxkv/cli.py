@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(
-    ["compare", "pitfalls", "caches", "prompts", "long", "selftest", "calibration"]
+    ["compare", "pitfalls", "caches", "prompts", "long", "cost", "selftest", "calibration"]
 )
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
@@ -445,8 +445,8 @@ def store() -> None:
 def list_store(as_json: bool) -> None:
     """List what is kept, with sizes and ages, the newest last.
 
-    Converted models, the oracle's answers and suspects, hashes of weights, and what runs work in
-    or have left where they were killed. Ages are those of the last use, or of the making.
+    Converted models, the oracle's answers, suspects and texts, hashes of weights, and what runs
+    work in or have left where they were killed. Ages are those of the last use, or of the making.
     """
     from mlxkv.commands import store as room
 
@@ -458,7 +458,7 @@ def list_store(as_json: bool) -> None:
     "--kind",
     "Only this kind; may be given again  [default: all]",
     into="kinds",
-    type=click.Choice(["models", "oracle", "suspects", "fingerprints", "runs"]),
+    type=click.Choice(["models", "oracle", "suspects", "texts", "fingerprints", "runs"]),
     multiple=True,
 )
 @option("--older-than", "Only what is older, such as 90m, 12h, 30d or 2w.", metavar="AGE")

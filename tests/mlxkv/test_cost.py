@@ -366,7 +366,7 @@ def cost(**more: Any) -> Cost:
     )
     given = {"model": "M", "source": "m", "fingerprint": "f", "title": "the built-in text"}
     given |= {"tokens": (1,) * 40, "length": 30, "chunk": 8, "measured": some, "distances": (128,)}
-    return Cost(**given | {"environment": {"mlx": "1", "device": "cpu"}} | more)
+    return Cost(**given | {"environment": {"mlx-lm": {"mlx": "1", "device": "cpu"}}} | more)
 
 
 def test_the_terminals_table_has_every_variant_and_fits_into_100_columns() -> None:

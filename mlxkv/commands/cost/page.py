@@ -17,11 +17,10 @@ from mlxkv.report.text import (
     clip,
     code,
     columns,
-    environment_rows,
+    environment_table,
     markdown_table,
     number,
     power,
-    side_by_side,
 )
 
 _HEAD = (
@@ -61,7 +60,7 @@ _WORDS = {
 
 def console(cost: Cost, *, report: str) -> str:
     """What `mlxkv cost` prints."""
-    env, n = cost.environment, len(cost.tokens)
+    env, n = cost.environment["mlx-lm"], len(cost.tokens)
     engine = f"mlx-lm {env.get('mlx-lm')}, mlx {env.get('mlx')} {env.get('device')}"
     fed = f"{cost.length:,} in chunks of {cost.chunk}, {n - cost.length:,} decoded"
     lines = [f"{cost.model}  {engine}", f"{n:,} tokens of {cost.title}: {fed}", ""]
@@ -165,7 +164,7 @@ def markdown(cost: Cost, *, commands: Sequence[str], svg: str | None) -> str:
         _probe(cost),
         _errors(cost),
         _sizes(cost),
-        ["## Environment", "", *side_by_side([("mlx-lm", environment_rows(cost.environment))])],
+        ["## Environment", "", *environment_table(cost.environment)],
         ["## Reproduce", "", "```sh", *commands, "```"],
         ["## Words", "", *(f"- **{word}**: {meaning}" for word, meaning in _WORDS.items())],
     ]

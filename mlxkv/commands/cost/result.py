@@ -92,7 +92,8 @@ def _speed(tokens: int, seconds: float) -> float:
 class Cost:
     """All variants on one text; `distances` are the retrieval probe's, none where it did not run.
 
-    `tokens` are those fed, of which the first `length` in calls of `chunk`.
+    `tokens` are those fed, of which the first `length` in calls of `chunk`. `environment` is that
+    of each side.
     """
 
     model: str
@@ -104,7 +105,7 @@ class Cost:
     chunk: int
     measured: tuple[Measured, ...]
     distances: tuple[int, ...]
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Mapping[str, Any]]
 
     @property
     def shown(self) -> tuple[Measured, ...]:

@@ -65,10 +65,11 @@ def run(request: Request) -> Cost:
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
     folder = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
+    truth = text.read(folder)
     with process.scratch() as room:
         found = _followed(request, checkpoint, folder, room, asked, fed, probed)
-        measured = _reduced(room, asked, found, text.read(folder), fed, probed)
-    environment = next(facts.environment for facts in found if facts.environment)
+        measured = _reduced(room, asked, found, truth, fed, probed)
+    engine = next(facts.environment for facts in found if facts.environment)
     return Cost(
         model=checkpoint.name,
         source=checkpoint.source,
@@ -79,7 +80,7 @@ def run(request: Request) -> Cost:
         chunk=request.chunk,
         measured=measured,
         distances=tuple(sorted(set(probed.distances))) if probed else (),
-        environment=environment,
+        environment={"mlx-lm": engine, "oracle": truth.manifest.environment},
     )
 
 
