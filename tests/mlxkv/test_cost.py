@@ -79,24 +79,22 @@ def truth(checkpoint: Checkpoint, room: Path) -> Path:
     return oracle.text_folder(checkpoint, TOKENS, SPECS, fresh=False)
 
 
-Read = Callable[[str], Rows]
+Read = Callable[[str], tuple[scoring.Facts, Rows]]
 
 
 @pytest.fixture(scope="module")
 def read(checkpoint: Checkpoint, truth: Path, tmp_path_factory: pytest.TempPathFactory) -> Read:
     """What a cache reads on the text, by the name that --cache takes; all in one process."""
-    room = tmp_path_factory.mktemp("rows")
-    named = {name: variants.Variant(name, name) for name in CACHES}
+    room, numbers = tmp_path_factory.mktemp("rows"), {name: str(i) for i, name in enumerate(CACHES)}
+    named = {number: variants.Variant(name, name) for name, number in numbers.items()}
     job = scoring.Job(str(checkpoint.folder), str(truth), str(room), named, LENGTH, 64)
-    numbers = {name: str(i) for i, name in enumerate(CACHES)}
-    job = replace(job, variants={numbers[name]: one for name, one in named.items()})
     assert run._process(job, room / "job.json") == ""
 
-    def rows(name: str) -> Rows:
+    def rows(name: str) -> tuple[scoring.Facts, Rows]:
         facts = run._facts(scoring.facts_file(room, numbers[name]))
         assert facts.failed == ""
         with np.load(scoring.rows_file(room, numbers[name])) as arrays:
-            return Rows(**arrays)
+            return facts, Rows(**arrays)
 
     return rows
 
@@ -107,7 +105,7 @@ def known(truth: Path, read: Read) -> Callable[[str, str], Known]:
 
     def compared(name: str, spec: str) -> Known:
         answer = np.asarray(text.read(truth).stored[stored.parse(spec).name].kl)
-        return metrics.known(spec, answer, read(name), read("KVCache"))
+        return metrics.known(spec, answer, read(name)[1], read("KVCache")[1])
 
     return compared
 
@@ -154,6 +152,39 @@ def test_a_window_longer_than_the_text_costs_nothing_that_could_be_seen(
     found = known("RotatingKVCache:size=1000", "window:size=1000")
     assert math.isnan(found.ratio)
     assert found.mean_kld == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cache", "least", "most"),
+    [
+        ("KVCache", 0, 1e-5),
+        ("RotatingKVCache:size=64", 0, 1e-5),
+        (SINKS, 0, 1e-5),
+        ("StoredKVCache:dtype=float16", 1e-4, 4e-4),
+        ("QuantizedKVCache:bits=8", 1e-3, 1e-2),
+        ("SplitKVCache:keys=4,values=8", 5e-2, 2e-1),
+    ],
+)
+def test_the_first_layers_keys_show_what_the_cache_itself_rounds(
+    cache: str, least: float, most: float, read: Read
+) -> None:
+    """Nothing before them was lost. Of a window the rows that it holds are at their positions."""
+    held = read(cache)[0].held
+    assert held is not None
+    assert held.keys is not None
+    assert least <= held.keys[0][0] <= most
+
+
+def test_bytes_are_those_of_all_layers_at_the_texts_end_and_far_on(read: Read) -> None:
+    row = 3 * 2 * 64 * 4  # three layers, keys and values, 64 numbers of float32
+    facts = read("KVCache")[0]
+    assert facts.far == Bytes(8192, 8192 * row, 8192 * row)
+    assert facts.held is not None
+    assert facts.held.bytes == Bytes(N, 512 * row, 512 * row)  # in steps of 256 rows
+    assert read("StoredKVCache:dtype=float16")[0].far == Bytes(8192, 4096 * row, 4096 * row)
+    eight = 8192 * row * (64 + 8) // 256  # a byte a number; a scale and a bias for 64
+    assert read("QuantizedKVCache:bits=8")[0].far == Bytes(8192, eight, eight)
+    assert read(f"{OWN}:quantised")[0].far == Bytes(8192, eight, eight)
 
 
 # Rows and figures.
