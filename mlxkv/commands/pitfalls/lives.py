@@ -38,7 +38,7 @@ WHAT: dict[str, str] = {
     "reset": "emptied (or a new one, if there is no such call) and used for another prompt",
     "branches": "one prefix, copied; one end after the other",
     "turns": "one prefix, copied; both ends fed in turn, a call each",
-    "copy": "copied while decoding: the copy decodes, then the original, then a chunk on each",
+    "copy": "copied while decoding: the copy writes, then the original, then a chunk on each",
     "batch": "two sequences in one batch",
     "ragged": "two prompts of different lengths in one batch, the shorter padded on its left",
     "trim": "a used cache cut back to a common prefix, another end after it",
@@ -171,14 +171,16 @@ def _copied(s: Setting) -> dict[str, Steps]:
     one = tuple(feed("a", first, n, sizes))
     other = tuple(feed("b", second, n, [len(s.second) - n, *[1] * 4]))
     turns = tuple(call for pair in zip(one, other, strict=True) for call in pair)
-    at = p + _BEFORE
-    copy = (
-        *_used(s),
+    begun = [n - 1, 1] if n > 1 else [n]
+    copy: Steps = (
+        New("a"),
+        *feed("a", first, 0, begun),
         Clone("a", "b"),
-        *feed("b", first, at, [1, 1]),
-        *feed("a", first, at, [1, 1, 1]),
-        *feed("b", first, at + 2, [3, 1]),
-        *feed("a", first, at + 3, [4]),
+        *feed("b", second, n, [1, 1]),
+        *feed("a", first, n, [1, 1, 1]),
+        *feed("b", second, n + 2, [3, 1]),
+        *feed("a", first, n + 3, [4, 1]),
+        *feed("b", second, n + 6, [1]),
     )
     return {
         "reset": (*_used(s), Reset("a"), *feed("a", second, 0, [len(s.second), 1, 1, 1])),
