@@ -22,7 +22,7 @@ from mlxkv.commands.cost import held
 from mlxkv.commands.cost.held import Bytes, Held
 from mlxkv.commands.cost.rows import Array, Rows
 from mlxkv.commands.cost.variants import Variant
-from mlxkv.engines import machine, mlx_lm
+from mlxkv.engines import machine, mlx_lm, prompt_cache
 from mlxkv.engines.kinds import Kind
 from mlxkv.engines.progress import bar
 from mlxkv.engines.runner import blamed_on, host
@@ -143,11 +143,12 @@ class _Fed:
         return mlx_lm.caches_for(self.model, self.kind)
 
     def calls(
-        self, caches: list[Any], tokens: Sequence[int], length: int
+        self, caches: list[Any], tokens: Sequence[int], length: int, *, since: int = 0
     ) -> Iterator[tuple[int, Array, float]]:
         """Where each call begins, its logits (L, V), and its seconds.
 
-        The first `length` tokens go in chunks, the others one by one.
+        The first `length` tokens go in chunks, the others one by one. Of calls that end before
+        `since` nothing but the cache is computed, and nothing is given.
         """
         import mlx.core as mx
 
@@ -156,9 +157,10 @@ class _Fed:
             begun = time.perf_counter()
             with blamed_on(self.kind.name, "a call"):
                 logits = self.model(mx.array([tokens[start:end]]), cache=caches)
-                mx.eval(logits)
+                mx.eval(logits if end > since else prompt_cache.arrays_of(caches))
             took = time.perf_counter() - begun
-            yield start, host(logits[0]), took
+            if end > since:
+                yield start, host(logits[0]), took
             self.advance(end - start)
 
 
@@ -188,9 +190,9 @@ def _require_finite(rows: Rows) -> None:
 
 def _hits(fed: _Fed) -> tuple[int, ...]:
     """Of the probe's tokens that are known from before, whether each is the most probable one."""
-    best, probe = list[int](), fed.job.probe
-    for _, logits, _ in fed.calls(fed.caches(), probe, len(probe)):
-        best += logits.argmax(1).tolist()
+    best, probe = dict[int, int](), fed.job.probe
+    for start, logits, _ in fed.calls(fed.caches(), probe, len(probe), since=min(fed.job.asked)):
+        best |= dict(enumerate(logits.argmax(1).tolist(), start))
     return tuple(int(best[at - 1] == probe[at]) for at in fed.job.asked)
 
 
