@@ -173,11 +173,6 @@ class Layer:
         return attend(queries, keys, values, start=start, seen=seen)
 
 
-def hides(start: int, rows: int, columns: int) -> Tensor:
-    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
-    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
-
-
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -185,11 +180,11 @@ def attend(
     *,
     start: int,
     seen: dict[str, Any] | None = None,
-    hides: Mask = hides,
+    mask: Mask | None = None,
 ) -> Tensor:
     """Causal grouped-query attention (arXiv:2305.13245) of queries (H, L, D) at `start` and on.
 
-    Over keys and values (K, S, D), to (L, H * D).
+    Over keys and values (K, S, D), to (L, H * D). Another `mask` stands in for `hides`.
     """
     (H, L, D), (K, S, _) = queries.shape, keys.shape
     grouped = queries.reshape(K, H // K, L, D)
@@ -198,13 +193,18 @@ def attend(
     for first in range(0, L, rows):
         block = grouped[:, :, first : first + rows]  # [K, G, rows, D]
         scores = block @ keys[:, None].transpose(-1, -2) / math.sqrt(D)  # [K, G, rows, S]
-        hidden = hides(first + start, block.shape[2], S)
+        hidden = (mask or hides)(first + start, block.shape[2], S)
         mixed.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ values[:, None])
         if seen and "scores" in seen:
             kept.append(scores.masked_fill(hidden, 0.0).flatten(0, 1))
     if kept:
         _keep(seen or {}, scores=torch.cat(kept, dim=1))
     return torch.cat(mixed, dim=2).flatten(0, 1).transpose(0, 1).reshape(L, H * D)
+
+
+def hides(start: int, rows: int, columns: int) -> Tensor:
+    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
+    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | Tensor) -> Tensor:
