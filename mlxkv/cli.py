@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 FOLDER = click.Path(path_type=Path)
-PARTS = click.Choice(["compare", "pitfalls", "prompts", "long", "selftest", "calibration"])
+PARTS = click.Choice(
+    ["compare", "pitfalls", "caches", "prompts", "long", "selftest", "calibration"]
+)
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
@@ -97,7 +99,19 @@ _run = options(
     _device,
     option("--threads", "Threads of the oracle  [default: one per core]", type=ONE_OR_MORE),
     option(
-        "--engine", "Whose Llama is judged.", metavar="[port|mlx-lm|FILE.py:load]", default="port"
+        "--engine",
+        "Whose Llama is judged  [default: port]",
+        metavar="[port|mlx-lm|FILE.py:load]",
+    ),
+    option(
+        "--cache",
+        "The cache that mlx-lm's Llama is judged on; make(config) gives one for each layer.",
+        metavar="[NAME[:KEY=VALUE,...]|FILE.py:make|module:function]",
+    ),
+    option(
+        "--lossy",
+        "What a --cache of your own loses by design.",
+        type=click.Choice(["quantised", "window"]),
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
@@ -144,7 +158,8 @@ def compare(
     your tokens and over the model's probe, and writes a report. With --engine mlx-lm the same plans
     are judged as mlx-lm's own Llama follows them, in the run's dtype alone; with --engine
     FILE.py:load those of your own MLX model, which load(path, dtype) returns: model(tokens,
-    cache=cache) and make_cache().
+    cache=cache) and make_cache(). With --cache it is mlx-lm's Llama on another cache: one that has
+    a name, such as QuantizedKVCache:bits=8, or your own.
     """
     from mlxkv.commands.compare import many, run
 
@@ -198,14 +213,39 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 @option("--tokens", "The first prompt as token ids.", type=Listed(whole))
 @option("--other-tokens", "The other as token ids.", type=Listed(whole))
 @option("--steps", "Greedy tokens after each prompt.", type=Whole(3), default=20)
+@option(
+    "--cache",
+    "A cache to put through its lives instead; may be given again.",
+    into="caches",
+    metavar="NAME|FILE.py:make|module:function|all",
+    multiple=True,
+)
+@option(
+    "--lossy",
+    "What a cache of your own keeps less than it is given for: fewer bits, or a window.",
+    type=click.Choice(["quantised", "window"]),
+)
 @_device
 @_report("the matrix")
-def pitfalls(**options: Any) -> Callable[..., Report]:
+def pitfalls(caches: tuple[str, ...], lossy: Any, **options: Any) -> Callable[..., Report]:
     """Run every right and wrong use of a cache on four systems, and say what came of it.
 
     The systems: transformers, the port in candle's mode, the guarded port, mlx-lm. Exit code 0 when
     every system behaved as documented, 1 when one did not, which is news.
+
+    With --cache the caches that you name, or all that are built in, are trimmed, copied, saved,
+    batched, broken off and more. FILE.py:make is executed: make(config) is given mlx-lm's ModelArgs
+    and returns one cache per layer. Exit code 0 when what is built in behaved as known and your own
+    is nowhere silently wrong, else 1.
     """
+    if caches:
+        from mlxkv.commands.pitfalls import conform
+
+        return partial(
+            conform.report, conform.CacheRequest(caches=caches, lossy=lossy or "", **options)
+        )
+    if lossy:
+        raise Refusal(f"--lossy {lossy}: expected it beside --cache; name a cache, or leave it out")
     from mlxkv.commands.pitfalls.run import Request, report
 
     return partial(report, Request(**options))
@@ -392,16 +432,25 @@ def clear_store(kinds: tuple[str, ...], older_than: str | None, yes: bool) -> No
 
 
 def _request(
-    prompt: str | None, prompt_file: Path | None, tokens: tuple[int, ...] | None, **rest: Any
+    prompt: str | None,
+    prompt_file: Path | None,
+    tokens: tuple[int, ...] | None,
+    engine: str | None,
+    cache: str | None,
+    lossy: Any,
+    **rest: Any,
 ) -> Request:
     from mlxkv.commands.compare.ask import Request
+    from mlxkv.engines import kinds
 
     sources = {"--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise Refusal(f"{' and '.join(given)}: expected one of them; leave the others out")
     prompt = read_text(prompt_file) if prompt_file is not None else prompt
-    return Request(prompt=prompt, tokens=tokens, **rest)
+    kind = kinds.inside(cache, engine=engine, lossy=lossy)
+    engine = engine or ("port" if kind is None else "mlx-lm")
+    return Request(prompt=prompt, tokens=tokens, engine=engine, cache=kind, **rest)
 
 
 def _command_line() -> str:

@@ -1,4 +1,4 @@
-"""For somebody's own test suite: does my model agree with the oracle's folder?
+"""For somebody's own test suite: does my model agree with the oracle's folder? Does my cache?
 
 Everything runs in the caller's process and leaves it as it was: no BLAS is loaded, no environment
 variable is set, and MLX keeps its device. On a GPU that rounds float32 products (TF32) set
@@ -64,6 +64,40 @@ def assert_agrees(
     if verdict.outcome != "agree":
         sides = (side(_first(found).meta), oracle_side(case.manifest))
         raise AssertionError(terminal.console(verdict, case.manifest, sides=sides))
+
+
+def assert_cache_behaves(
+    make: Callable[[Any], Any],
+    *,
+    lossy: str = "",
+    model: Any = None,
+    scenarios: Collection[str] | None = None,
+) -> None:
+    """Passes if a cache of your own is nowhere silently wrong and fails in no call that it takes.
+
+    make: `make(config)` is given mlx-lm's ModelArgs and returns one cache per layer with mlx-lm's
+    protocol (`update_and_fetch(keys, values)` and `offset`; `trim`, `state` and others if it can).
+    lossy: "" if it keeps all that it is given; "quantised" or "window" if it does not. Its rows are
+    then compared with those of the same cache fed straight, where they are not within the noise of
+    a full one.
+    model: a Llama of mlx-lm's in float32; None: a small random one.
+    scenarios: names of those to try; None: all, as `mlxkv pitfalls --cache` has them.
+
+    Runs in a few seconds, without torch and without an oracle: what is right is what mlx-lm's own
+    KVCache gives. What a lossy cache costs it cannot say: see `mlxkv cost`.
+
+    Raises an AssertionError with a table of everything that came, and a ValueError
+    (`mlxkv.Refusal`) where there is nothing to try.
+    """
+    machine.require_mlx_lm()
+    from mlxkv.commands.pitfalls import cachepage, known, suite
+
+    kind, came = suite.tried(make, lossy=lossy, model=model, only=tuple(scenarios or ()))
+    odd = [one for one in came if known.odd(kind, one)]
+    if odd:
+        names = ", ".join(one.life for one in odd)
+        lines = [f"{kind.name} does not behave: {names}", "", *cachepage.table(came)]
+        raise AssertionError("\n".join(lines))
 
 
 def _first(found: Assigned) -> Trace:

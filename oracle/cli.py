@@ -141,18 +141,38 @@ def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed
     required=True,
 )
 @_computed
+@option(
+    "--cache",
+    "A cache of transformers', such as StaticCache:size=64.",
+    metavar="NAME[:KEY=VALUE,...]",
+    default="DynamicCache",
+)
+@option("--dither", "Seed of factors of about 2**-23 on the embedding.", type=Whole(0), default=0)
 @_out("Where each plan's trace goes, as NAME.safetensors.")
 def follow(
-    model: str | None, plan_files: tuple[Path, ...], out: Path, **computed: Unpack[Computed]
+    model: str | None,
+    plan_files: tuple[Path, ...],
+    out: Path,
+    cache: str,
+    dither: int,
+    **computed: Unpack[Computed],
 ) -> None:
-    """Follow any plans with transformers' Llama and its DynamicCache, right or not.
+    """Follow any plans with transformers' Llama and one of its caches, right or not.
 
     Errors of a step stand in its trace.
     """
     with _computing() as progress:
         from oracle import folder
 
-        made = folder.follow(model, plan_files=plan_files, out=out, progress=progress, **computed)
+        made = folder.follow(
+            model,
+            plan_files=plan_files,
+            out=out,
+            cache=cache,
+            dither=dither,
+            progress=progress,
+            **computed,
+        )
     click.echo("\n".join(map(str, made)))
 
 

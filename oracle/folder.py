@@ -19,6 +19,7 @@ from oracle import place
 from oracle.formats import contents, noise, trace
 from oracle.formats import plan as plans
 from oracle.formats import proofs as proved
+from oracle.formats.cache_name import TRANSFORMERS, complete
 from oracle.formats.errors import Refusal, install
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
@@ -141,11 +142,17 @@ def follow(
     threads: int | None = None,
     revision: str | None = None,
     ignore_keys: Sequence[str] = (),
+    cache: str = "DynamicCache",
+    dither: int = 0,
     progress: Progress = silent,
 ) -> list[Path]:
-    """Follows plans with transformers; each one's trace goes into `out`, named after the plan."""
+    """Follows plans with transformers; each one's trace goes into `out`, named after the plan.
+
+    `cache` is the name of one of transformers', `dither` a seed as in `oracle.formats.dither`.
+    """
     require("torch", "transformers")
     check_run(dtype, threads)
+    complete(cache, TRANSFORMERS)
     found = [plans.read(path) for path in plan_files]
     names = [plan.name for plan in found]
     for name in sorted(names):
@@ -156,13 +163,14 @@ def follow(
     require_llama(checkpoint)
     check_range(checkpoint, dtype)
     progress("loading torch and transformers", 0, 1)
-    from oracle.pool import reference
+    from oracle.pool import caches, reference
 
+    kind = caches.named(cache)
     reference.set_up(threads)
-    engine, written = reference.Reference(checkpoint, dtype=dtype), []
+    engine, written = reference.Reference(checkpoint, dtype=dtype, dither=dither), []
     for i, plan in enumerate(found):
         progress(f"transformers: {plan.name}", i, len(found))
-        made = engine.run(plan)
+        made = engine.run(plan, cache=kind)
         written.append(out / f"{plan.name}.safetensors")
         trace.write(written[-1], made.meta, made.arrays)
     return written

@@ -195,12 +195,12 @@ def _port(folder: str, dtype: str, ignore_keys: tuple[str, ...]) -> tuple[int, B
 def _mlx_lm(folder: str, dtype: str) -> tuple[int, Begin]:
     import mlx.core as mx
 
-    from mlxkv.engines.mlx_lm import load, prompt_cache
+    from mlxkv.engines.mlx_lm import KVCACHE, caches_for, load
 
     model = load(folder, dtype)
 
     def begin(_: int) -> Callable[[list[int]], int]:
-        cache = prompt_cache(model, "KVCache")
+        cache = caches_for(model, KVCACHE)
 
         def feed(ids: list[int]) -> int:
             # As mlx_lm's own generate_step does: all of the prompt but its last token only fills

@@ -12,6 +12,7 @@ from mlxkv.commands.compare import many, page, prompts
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.compare.page import Compared
+from mlxkv.commands.pitfalls import conform
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
@@ -71,6 +72,12 @@ def _pitfalls(device: str, _: Sequence[trace.Trace]) -> Made:
     return Made(matrix.model, matrix.environments["G"], files)
 
 
+def _caches(device: str, _: Sequence[trace.Trace]) -> Made:
+    caches = conform.tried(conform.CacheRequest(caches=(conform.ALL,), device=device))
+    commands = ["mlxkv pitfalls --cache all", f"{COMMAND} --only caches"]
+    return Made(caches.model, caches.environment, conform.cache_files(caches, commands=commands))
+
+
 def _selftest(_: str, __: Sequence[trace.Trace]) -> Made:
     done = selftest.run(selftest.Request())
     files = selftest.selftest_files(done, commands=["mlxkv selftest", f"{COMMAND} --only selftest"])
@@ -87,6 +94,7 @@ def _calibration(_: str, __: Sequence[trace.Trace]) -> Made:
 PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {
     "compare": _compare,
     "pitfalls": _pitfalls,
+    "caches": _caches,
     "prompts": _prompts,
     "long": _long,
     "selftest": _selftest,
@@ -98,6 +106,7 @@ always run on the CPU, where the limits were chosen."""
 SECONDS = {
     "compare": 40,
     "pitfalls": 140,
+    "caches": 420,
     "prompts": 160,
     "long": 800,
     "selftest": 260,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from mlxkv.engines import machine
+from mlxkv.engines import kinds, machine
 from mlxkv.engines.process import Finished, Process
 from oracle.formats import strict_json
 from oracle.formats.disk import write_text
@@ -31,10 +31,10 @@ class Job:
     Those named in `repeat` are followed once more after all, with a trace of their own. Of those
     in `shared` one may take its first call from a longer one of another (the port only). `threads`
     are those of the BLAS, None for one per core. `caches` says by a plan's name which other cache
-    it runs on than the engine's usual one: a class of mlx-lm's (a RotatingKVCache has its size
-    behind a colon), or on the port one of another dtype. `masks` keeps the port's masks. `custom`
-    is the FILE.py:load of a person's own, for its engine alone. `taps` are the places inside a
-    layer to record too; where `truth` names the truth's trace, each plan is followed a second time
+    it runs on than the engine's usual one: a `Kind.text`, or on the port one of another dtype.
+    `dither` is the seed of `oracle.formats.dither`, 0 for none. `masks` keeps the port's masks.
+    `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
+    inside a layer to record too; where `truth` names the truth's trace, each plan is followed again
     with every layer fed the truth's input.
     """
 
@@ -54,6 +54,7 @@ class Job:
     custom: str = ""
     repeat: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    dither: int = 0
 
     @classmethod
     def on(
@@ -124,7 +125,7 @@ class Job:
         One that runs aside of another says nothing unless it fails.
         """
         kept = self.out / "stderr.txt" if aside else None
-        file = os.path.basename(self.custom)
+        file = os.path.basename(self.custom) or kinds.executed(self.caches.values())
         return Process([module, str(self.save())], stderr=kept, file=file)
 
     def end(self, process: Process) -> Finished:

@@ -7,7 +7,7 @@ mlx-lm and `ours` do. This module makes no cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,10 @@ from oracle.formats.errors import Refusal, brief
 
 Lossy = Literal["", "quantised", "window"]
 Whose = Literal["mlx-lm", "ours", "port", "transformers", "own"]
+INSIDE: tuple[Whose, ...] = ("mlx-lm", "ours", "own")
+"""Whose caches run inside mlx-lm's Llama."""
+BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""What mx.quantize takes in its mode "affine" (MLX 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +32,18 @@ class BuiltIn:
 
     whose: Whose
     what: str
-    options: Mapping[str, int | str | None] = field(default_factory=dict)
+    options: cache_name.Defaults = field(default_factory=dict)
     lossy: Lossy = ""
 
 
 BUILT_IN: dict[str, BuiltIn] = {
     "KVCache": BuiltIn("mlx-lm", "mlx-lm's usual one"),
     "ConcatenateKVCache": BuiltIn("mlx-lm", "no spare rows: concatenates at each call"),
-    "ChunkedKVCache": BuiltIn("mlx-lm", "drops what lies before its chunk", {"size": 8192}),
+    "ChunkedKVCache": BuiltIn(
+        "mlx-lm",
+        "drops what lies before its chunk where a model asks it to, which a Llama does not",
+        {"size": 8192},
+    ),
     "RotatingKVCache": BuiltIn(
         "mlx-lm", "a window, and sinks", {"size": None, "keep": 0}, "window"
     ),
@@ -62,17 +70,17 @@ BUILT_IN: dict[str, BuiltIn] = {
         "quantised",
     ),
     "port": BuiltIn("port", "the port's own Cache", {"mode": "guarded"}),
-    "DynamicCache": BuiltIn("transformers", "transformers' usual one"),
-    "StaticCache": BuiltIn("transformers", "of one size from the start", {"size": 512}),
-    "DynamicSlidingCache": BuiltIn(
-        "transformers", "DynamicCache with a sliding window", {"size": None}, "window"
-    ),
-    "StaticSlidingCache": BuiltIn(
-        "transformers", "StaticCache with a sliding window", {"size": None}, "window"
-    ),
-    "QuantizedCache": BuiltIn(
-        "transformers", "its backend's own", {"backend": "fp8", "nbits": 4}, "quantised"
-    ),
+}
+_TRANSFORMERS: dict[str, tuple[str, Lossy]] = {
+    "DynamicCache": ("transformers' usual one", ""),
+    "StaticCache": ("of one size from the start", ""),
+    "DynamicSlidingCache": ("DynamicCache with a sliding window", "window"),
+    "StaticSlidingCache": ("StaticCache with a sliding window", "window"),
+    "QuantizedCache": ("its backend's own", "quantised"),
+}
+BUILT_IN |= {
+    name: BuiltIn("transformers", what, cache_name.TRANSFORMERS[name], lossy)
+    for name, (what, lossy) in _TRANSFORMERS.items()
 }
 
 
@@ -87,7 +95,7 @@ class Kind:
     name: str
     whose: Whose
     lossy: Lossy
-    options: Mapping[str, int | str] = field(default_factory=dict)
+    options: Mapping[str, cache_name.Value] = field(default_factory=dict)
     file: Path | None = None
     module: str = ""
     function: str = ""
@@ -96,6 +104,13 @@ class Kind:
     def base(self) -> str:
         """The name without its options."""
         return self.name.partition(":")[0]
+
+    @property
+    def text(self) -> str:
+        """What `parse` makes this of, from any folder; of one's own file its absolute path."""
+        if self.whose != "own":
+            return self.name
+        return f"{self.file or self.module}:{self.function}"
 
 
 def parse(text: str, *, lossy: Lossy = "") -> Kind:
@@ -106,25 +121,66 @@ def parse(text: str, *, lossy: Lossy = "") -> Kind:
     base = text.partition(":")[0]
     if base not in BUILT_IN:
         return _own(text, lossy)
-    given, about = cache_name.parse(text), BUILT_IN[base]
-    unknown = sorted(set(given.options) - set(about.options))
-    if unknown:
-        expected = ", ".join(about.options) or "none"
-        raise Refusal(f"option {unknown[0]!r}, expected {expected}", where=f"cache {base}")
-    options: dict[str, int | str] = {}
-    for key, default in about.options.items():
-        value = given.options.get(key, default)
-        if value is None:
-            what = f"no {key}, expected {base}:{key}=NUMBER"
-            raise Refusal(what, where=f"cache {base}", remedy="give it")
-        options[key] = int(value) if str(value).isdecimal() else value
-        if isinstance(default, int | None) and not isinstance(options[key], int):
-            raise Refusal(f"{key} is {value!r}, expected a whole number", where=f"cache {base}")
-    name = str(cache_name.CacheName(base, {key: str(value) for key, value in options.items()}))
+    about = BUILT_IN[base]
+    found = cache_name.complete(text, {base: about.options})
     if lossy and lossy != about.lossy:
         what = f"--lossy {lossy}, expected it for a cache of your own: {base} is known"
         raise Refusal(what, remedy="leave it out")
-    return Kind(name, about.whose, about.lossy, options)
+    return Kind(str(found), about.whose, about.lossy, found.options)
+
+
+def inside(
+    text: str | None, *, engine: str | None = None, lossy: Lossy | None = None
+) -> Kind | None:
+    """The cache that a person named for mlx-lm's Llama, None where they named none.
+
+    A Refusal for one that runs elsewhere, and beside another `engine`.
+    """
+    if text is None:
+        if lossy:
+            raise Refusal(f"--lossy {lossy}: expected it beside --cache", remedy="leave it out")
+        return None
+    if engine not in (None, "mlx-lm"):
+        what = f"a cache runs inside mlx-lm's Llama, expected --engine mlx-lm, got {engine}"
+        raise Refusal(what, where="--cache", remedy="leave --engine out")
+    kind = parse(text, lossy=lossy or "")
+    if kind.whose == "port":
+        what = "the port's own cache runs in the port, which is judged without --cache"
+        raise Refusal(what, where="--cache", remedy="leave it out")
+    if kind.whose == "transformers":
+        what = f"{kind.base} is transformers', which is what others are judged by"
+        remedy = f"see how it behaves with `mlxkv pitfalls --cache {text}`"
+        raise Refusal(what, where="--cache", remedy=remedy)
+    return kind
+
+
+def executed(texts: Iterable[str]) -> str:
+    """The file or module of a person's own among caches as `Kind.text` has them; "" if none is."""
+    for text in texts:
+        where, colon, _ = text.rpartition(":")
+        if colon and text.partition(":")[0] not in BUILT_IN:
+            return Path(where).name
+    return ""
+
+
+def require(kind: Kind, head_dim: int) -> None:
+    """Refuses bits and groups that mx.quantize does not have, or that a head does not fill."""
+    where = f"cache {kind.base}"
+    for key in ("bits", "keys", "values"):
+        bits = kind.options.get(key)
+        known = BITS if kind.base != "SplitKVCache" else (0, *BITS)
+        if bits is not None and bits not in known:
+            expected = f"expected one of {', '.join(map(str, known))}, which mx.quantize has"
+            raise Refusal(f"{key} is {bits}, {expected}", where=where)
+    size = kind.options.get("group_size")
+    if isinstance(size, int) and (size not in GROUPS or head_dim % size):
+        fit = [str(n) for n in GROUPS if head_dim % n == 0]
+        expected = f"expected {' or '.join(fit) or 'none'}, which divides head_dim {head_dim}"
+        remedy = "give that" if fit else "no quantised cache fits this model"
+        raise Refusal(f"group_size is {size}, {expected}", where=where, remedy=remedy)
+    least = int(kind.options.get("keep", 0)) + 1
+    if int(kind.options.get("size", least)) < least:
+        raise Refusal(f"size is {kind.options['size']}, expected {least} or more", where=where)
 
 
 def _own(text: str, lossy: Lossy) -> Kind:

@@ -8,56 +8,118 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxkv.engines import machine, runner
+from mlxkv.engines import kinds, machine, prompt_cache, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, Batch, PlanRunner, host
+from mlxkv.engines.kinds import Kind
+from mlxkv.engines.prompt_cache import BATCH
+from mlxkv.engines.prompt_cache import caches_for as caches_for
+from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, blamed_on, host
+from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Meta
+from oracle.formats.trace import CACHES, Meta
 
-CACHES = ("KVCache", "ConcatenateKVCache", "RotatingKVCache")
+KVCACHE = kinds.parse("KVCache")
+"""mlx-lm's usual one, for plans that name no other."""
 
 
 class MlxLmRunner(PlanRunner):
-    """Follows one plan on mlx-lm's model; `cache` names a class as a Job does.
+    """Follows one plan on mlx-lm's model, with a cache of any kind that runs inside it.
 
-    mlx-lm has no clone and no reset: as its users do, this copies a cache, and takes a new one. Any
-    error of mlx-lm's ends its step alone.
+    As mlx-lm's users do, this copies a cache where it is to be cloned, and takes a new one where it
+    is to be empty. Any error of mlx-lm's, or of a person's own cache, ends its step alone. Tokens
+    are counted here, since a cache that counts wrongly is to be judged and not believed.
     """
 
     failures = (Exception,)
 
-    def __init__(self, model: Any, plan: Plan, *, cache: str = "KVCache") -> None:
+    def __init__(self, model: Any, plan: Plan, *, kind: Kind = KVCACHE) -> None:
         super().__init__(plan)
-        self.model, self.cache = model, cache
+        self.model, self.kind = model, kind
+        self.fed: dict[str, tuple[Batch, ...]] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
-        """A prompt cache, or None where there is to be no cache."""
-        self.caches[name] = prompt_cache(self.model, self.cache) if use_kv_cache else None
+        """A prompt cache, or None where there is to be no cache.
+
+        A batch cache is made with its first call, which shows how many rows there are.
+        """
+        self.fed[name] = ()
+        self.caches[name] = self._made(1, ()) if use_kv_cache else None
+        if use_kv_cache and self.kind.base in BATCH:
+            self.caches[name] = []
+
+    def clone(self, source: str, target: str) -> None:
+        with self._blamed("copy of a cache"):
+            cache = self.caches[source]
+            self.caches[target] = None if cache is None else prompt_cache.copied(cache)
+        self.fed[target] = self.fed[source]
 
     def crop(self, name: str, length: int) -> None:
         """Trims what is too much, as users of mlx-lm do."""
-        from mlx_lm.models.cache import trim_prompt_cache
-
         cache, held = self.caches[name], self.held(name)
         self.check_crop(length, held)
         if cache is None:
             return
-        trimmed = trim_prompt_cache(cache, held - length)
-        if trimmed != held - length:
-            what = f"trim_prompt_cache trimmed {trimmed} of {held - length} tokens"
-            raise Inexpressible(f"{what} from a {self.cache}")
+        with self._blamed("trim()"):
+            prompt_cache.trim(cache, held - length, self.kind.name)
+        self._keep(name, length)
+
+    def trim(self, name: str, tokens: int) -> None:
+        """As mlx-lm trims: all that is there, where more is asked for."""
+        held = self.held(name)
+        if self.caches[name] is None:
+            return
+        with self._blamed("trim()"):
+            prompt_cache.trim(self.caches[name], tokens, self.kind.name, held=held)
+        self._keep(name, max(0, held - tokens))
+
+    def pad(self, name: str, left: tuple[int, ...]) -> None:
+        """Padding is what batch caches are made with, and others told by mlx-lm's `prepare`."""
+        cache = self.caches[name]
+        if self.kind.base in BATCH and cache == []:
+            return
+        if not cache or not all(callable(getattr(layer, "prepare", None)) for layer in cache):
+            raise Inexpressible(f"a {self.kind.name} takes no padded rows")
+        with self._blamed("prepare()"):
+            for layer in cache:
+                layer.prepare(left_padding=list(left))
+
+    def reload(self, name: str) -> None:
+        """Through a file of mlx-lm's."""
+        if not self.caches[name]:
+            raise Inexpressible("there is no cache to save")
+        with self._blamed("save_prompt_cache and load_prompt_cache"):
+            self.caches[name] = prompt_cache.reloaded(self.caches[name])
+
+    def recall(self, source: str, target: str, length: int) -> None:
+        """By mlx-lm's LRUPromptCache."""
+        cache, fed = self.caches[source], self.fed[source]
+        if not cache or not fed or len(fed[0]) > 1:
+            raise Inexpressible("LRUPromptCache holds caches of one sequence")
+        tokens = [token for rows in fed for token in rows[0]]
+        with self._blamed("LRUPromptCache"):
+            self.caches[target] = prompt_cache.recalled(cache, tokens, length)
+        self.fed[target] = ((tuple(tokens[:length]),),) if length else ()
+
+    def fail(self, name: str, tokens: tuple[int, ...]) -> None:
+        """The layer in the middle raises; then each layer is trimmed by what it took."""
+        cache = self._ready(name, (tokens,))
+        before = [prompt_cache.largest(layer) for layer in cache or ()]
+        with suppress(BrokenOff), prompt_cache.broken_off(self.model):
+            self._logits((tokens,), cache)
+        with self._blamed("trim()"):
+            prompt_cache.trim_to(cache or [], before, self.kind.name)
 
     def held(self, name: str) -> int:
-        """The position that mlx-lm gives to the next token."""
-        cache = self.caches[name]
-        return 0 if cache is None else int(cache[0].offset)
+        """The tokens fed to a cache, padding among them."""
+        return sum(len(rows[0]) for rows in self.fed[name])
 
     def forward(
         self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
@@ -67,40 +129,77 @@ class MlxLmRunner(PlanRunner):
 
         why = "mlx-lm takes the position from its cache"
         self.check_position(index_pos, self.held(name), why)
-        logits = self.model(mx.array(rows), cache=self.caches[name])
+        cache = self._ready(name, rows)
+        logits = self._logits(rows, cache)
+        if cache is not None:
+            self.fed[name] = (*self.fed[name], rows)
         return host(logits[:, mx.array([*places])])
+
+    def says(self) -> dict[str, Any]:
+        """What each cache says of itself beside what it holds, as `prompt_cache.facts`."""
+        heads = prompt_cache.heads_of(self.model)
+        kept = {name: cache for name, cache in self.caches.items() if cache is not None}
+        return {CACHES: {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
 
     def nothing(self) -> Array:
         """(0, V)"""
         return np.zeros((0, self.model.args.vocab_size), np.float32)
 
     def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
-        """The part of each cache's state that is in use.
+        """What the layers' states show of the keys and values in use.
 
-        A full RotatingKVCache has its rows in the order of its ring.
+        Of a person's own cache all layers', or none.
         """
+        heads = prompt_cache.heads_of(self.model)
         for name, cache in self.caches.items():
-            for i, layer in enumerate(cache or []):
-                if not layer.empty():
-                    keys, values = layer.state[:2]
-                    yield name, i, keys[:, :, : layer.offset], values[:, :, : layer.offset]
+            rows = [_shown(layer, heads) for layer in cache or []]
+            if self.kind.whose == "own" and None in rows:
+                continue
+            for i, pair in enumerate(rows):
+                if pair is not None:
+                    yield name, i, *pair
+
+    def _made(self, batch: int, padding: Sequence[int]) -> list[Any]:
+        return caches_for(self.model, self.kind, batch=batch, padding=padding)
+
+    def _ready(self, name: str, rows: Batch) -> list[Any] | None:
+        """The cache, made now if it is one for a batch that has not begun."""
+        if self.caches[name] == []:
+            self.caches[name] = self._made(len(rows), self.padding.get(name, ()))
+        cache: list[Any] | None = self.caches[name]
+        return cache
+
+    def _logits(self, rows: Batch, cache: list[Any] | None) -> Any:
+        """The model's logits, an mx.array (B, L, V)."""
+        import mlx.core as mx
+
+        with self._blamed("a call of mlx-lm's Llama"):
+            logits = self.model(mx.array(rows), cache=cache)
+            mx.eval(logits)  # what fails late must fail here, where it is known whose it is
+        return logits
+
+    def _keep(self, name: str, length: int) -> None:
+        """Of what was fed, the first `length` tokens of each row."""
+        kept: list[Batch] = []
+        for rows in self.fed[name]:
+            if length > 0:
+                kept.append(tuple(row[:length] for row in rows))
+            length -= len(rows[0])
+        self.fed[name] = tuple(kept)
+
+    @contextmanager
+    def _blamed(self, what: str) -> Iterator[None]:
+        """What a person's own cache raises is its step's error, in one line."""
+        of_own = self.kind.whose == "own"
+        with blamed_on(self.kind.name, what) if of_own else nullcontext():
+            yield
 
 
-def prompt_cache(model: Any, kind: str) -> list[Any]:
-    """mlx-lm's cache for every layer: its own choice for "KVCache", else of the class named."""
-    name, colon, size = kind.partition(":")
-    if name not in CACHES or not (size.isdecimal() if name == "RotatingKVCache" else not colon):
-        what = f"{kind!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE"
-        raise Refusal(what, where="cache")
-    from mlx_lm.models import cache
-
-    if name == "KVCache":
-        return list(cache.make_prompt_cache(model))
-    if name == "ConcatenateKVCache":
-        return [cache.ConcatenateKVCache() for _ in model.layers]
-    # make_prompt_cache ignores its max_kv_size for a model that makes its own caches, as Llama
-    # does. For others it keeps 4.
-    return [cache.RotatingKVCache(max_size=int(size), keep=4) for _ in model.layers]
+def _shown(layer: Any, heads: tuple[int, int]) -> tuple[Any, Any] | None:
+    """The rows of a layer, or None where it shows none or its state fails, as one's own may."""
+    with suppress(Exception):
+        return prompt_cache.rows_of(layer, heads)
+    return None
 
 
 def load(folder: str, dtype: str) -> Any:
@@ -140,19 +239,31 @@ def _rope(model: Any) -> str:
     return f"{kind}, theta {theta:g}" if isinstance(theta, int | float) else ""
 
 
+def _named(kind: Kind) -> dict[str, str]:
+    """A cache's name, and of a person's own file its digest."""
+    file = kind.file
+    return {"cache": kind.name} | ({f"sha256 of {file.name}": sha256(file)} if file else {})
+
+
 def follow(job: Job) -> None:
     """Loads the job's model once and writes one trace per plan."""
     environment, checkpoint = job.prepare(job.device)
     model = load(str(checkpoint.folder), job.dtype)
+    if job.dither:
+        runner.dither(model.model.embed_tokens, job.dither)
     facts = {name: machine.version(name) for name in ("mlx-lm", "transformers")}
     facts |= {"rope": _rope(model), "code of mlx-lm": machine.place("mlx_lm")}
     version = facts["mlx-lm"]
     meta = job.meta(checkpoint, environment | facts, engine="mlx-lm", version=version)
 
+    used = {name: kinds.parse(text) for name, text in job.caches.items()}
+    for kind in {kind.text: kind for kind in used.values()}.values():
+        caches_for(model, kind)  # what is refused of one is refused before anything runs
+
     def begin(plan: Plan) -> tuple[MlxLmRunner, Meta]:
-        kind = job.caches.get(plan.name, "KVCache")
-        runs = replace(meta, environment=meta.environment | {"cache": kind})
-        return MlxLmRunner(model, plan, cache=kind), runs
+        kind = used.get(plan.name, KVCACHE)
+        runs = replace(meta, environment=meta.environment | _named(kind))
+        return MlxLmRunner(model, plan, kind=kind), runs
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
 

@@ -24,7 +24,7 @@ from mlxkv.engines.runner import Array, Batch, CropRefusal, PlanRunner, blamed_o
 from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.trace import Meta
+from oracle.formats.trace import CACHES, Meta
 
 CALL = "model(tokens, cache=cache)"
 CONVENTION = (
@@ -127,6 +127,14 @@ class OwnRunner(PlanRunner):
         _check(logits, [len(rows), len(rows[0]), self.vocab], self.name)
         return logits
 
+    def says(self) -> dict[str, Any]:
+        """What its caches say of themselves, as far as they follow mlx-lm's protocol."""
+        from mlxkv.engines import prompt_cache
+
+        heads = self.heads if len(self.heads) == 2 else (0, 0)
+        kept = {name: cache for name, cache in self.caches.items() if cache}
+        return {CACHES: {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
+
     def nothing(self) -> Array:
         """(0, V)"""
         return np.zeros((0, self.vocab), np.float32)
@@ -174,11 +182,11 @@ def _rows(layer: Any, batch: int, heads: tuple[int, ...]) -> tuple[Any, Any] | N
         return None
     if not all(isinstance(a, mx.array) and a.ndim == 4 and len(a) == batch for a in state[:2]):
         return None
-    keys, values = (_used(array, offset, heads) for array in state[:2])
+    keys, values = (used(array, offset, heads) for array in state[:2])
     return keys, values
 
 
-def _used(array: Any, offset: int, heads: tuple[int, ...]) -> Any:
+def used(array: Any, offset: int, heads: tuple[int, ...]) -> Any:
     """The tokens in use, cut along the axis that neither K nor D takes up; usually the third."""
     axis = next((i for i in (2, 1, 3) if _beside(array, i) == sorted(heads)), 2)
     return array[(slice(None),) * axis + (slice(offset),)]
@@ -213,8 +221,8 @@ def says(model: Any) -> dict[str, Any]:
     return {"deterministic": False} if getattr(model, "deterministic", True) is False else {}
 
 
-def load(source: Source, folder: str, dtype: str) -> Any:
-    """What the function gives for the folder, its file executed as a module.
+def function_of(source: Source, takes: str) -> Callable[..., Any]:
+    """The function that a source names, its file executed as a module; it is called with `takes`.
 
     The file can import its neighbours, but neither it nor they take the name of anything that
     Python finds without them: the file's folder is the last that is searched.
@@ -226,13 +234,24 @@ def load(source: Source, folder: str, dtype: str) -> Any:
     sys.path.append(str(source.file.parent))
     with blamed_on(source.name, "import"):
         spec.loader.exec_module(module)
-    _, function, name = source
-    if not callable(getattr(module, function, None)):
-        what = f"no function {function} in {source.file}, expected {function}(path, dtype)"
+    return named(module, source.function, takes, source.name, str(source.file))
+
+
+def named(module: Any, function: str, takes: str, name: str, where: str) -> Callable[..., Any]:
+    """The function of this name in a module; a Refusal where there is none."""
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if not callable(found):
+        what = f"no function {function} in {where}, expected {function}({takes})"
         raise Refusal(what, where=name)
-    with blamed_on(name, f"{function}({folder!r}, {dtype!r})"):
-        model = getattr(module, function)(folder, dtype)
-    return require(model, name)
+    return found
+
+
+def load(source: Source, folder: str, dtype: str) -> Any:
+    """What the function gives for the checkpoint's folder, to be computed in `dtype`."""
+    function = function_of(source, "path, dtype")
+    with blamed_on(source.name, f"{source.function}({folder!r}, {dtype!r})"):
+        model = function(folder, dtype)
+    return require(model, source.name)
 
 
 def follow(job: Job) -> None:

@@ -7,16 +7,19 @@ dtype and in float64, and a library that aborts takes no report with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, Batch, PlanRunner, host
+from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, host
 from oracle.formats.plan import Plan
-from oracle.formats.trace import SHARED, Meta, Trace
+from oracle.formats.trace import CACHES, SHARED, Meta, Trace
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -93,8 +96,34 @@ class PortRunner(PlanRunner):
     def crop(self, name: str, length: int) -> None:
         self.caches[name].crop(length)
 
+    def trim(self, name: str, tokens: int) -> None:
+        self.caches[name].crop(self.held(name) - tokens)
+
     def reset(self, name: str) -> None:
         self.caches[name].reset()
+
+    def reload(self, name: str) -> None:
+        """By the port's own file, which is gone before the next step."""
+        from mlxkv.port.cache import Cache
+
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "cache.safetensors"
+            self.caches[name].save(path)
+            self.caches[name] = Cache.load(path, self.model)
+
+    def fail(self, name: str, tokens: tuple[int, ...]) -> None:
+        """A tap raises in the layer in the middle. The cache undoes the call itself, if guarded;
+        in candle's mode there is no way to.
+        """
+        middle = len(self.model.layers) // 2
+
+        def broken(layer: int, _: str, array: mx.array) -> mx.array:
+            if layer == middle:
+                raise BrokenOff
+            return array
+
+        with suppress(BrokenOff):
+            self.model([tokens], cache=self.caches[name], tap=broken)
 
     def held(self, name: str) -> int:
         return len(self.caches[name])
@@ -129,7 +158,8 @@ class PortRunner(PlanRunner):
         return host(logits)
 
     def says(self) -> dict[str, Any]:
-        return {SHARED: self.taken} if self.taken else {}
+        found = {name: facts(cache) for name, cache in self.caches.items()}
+        return {CACHES: found} | ({SHARED: self.taken} if self.taken else {})
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -149,6 +179,22 @@ class PortRunner(PlanRunner):
             for (L, S), mask in cache.masks.items():
                 arrays[f"mask/{name}/{L}x{S}"] = np.array(mask)
         return arrays
+
+
+def facts(cache: Cache) -> dict[str, int]:
+    """What a cache says of itself beside what it holds, as `oracle.formats.trace.CACHES` has it.
+
+    Allocated are its buffers; RoPE tables and masks, which it shares with others, are not rows.
+    """
+    buffers = {id(b): b.nbytes for layer in cache.layers for b in layer.buffers or ()}
+    length = len(cache)
+    return {
+        "length": length,
+        "size": length,
+        "nbytes": cache.nbytes,
+        "allocated": sum(buffers.values()),
+        "rows": max((layer.length for layer in cache.layers), key=lambda n: abs(n - length)),
+    }
 
 
 def run(
@@ -175,6 +221,7 @@ def follow(job: Job) -> None:
     from mlxkv.port.weights import from_checkpoint
 
     model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
+    runner.dither(model.embed_tokens, job.dither)
     meta = job.meta(
         checkpoint,
         environment | {"rope": model.config.rope.words},

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mlxkv.engines.job import Job
 from mlxkv.engines.progress import bar
+from oracle.formats.dither import factors
 from oracle.formats.errors import Inexpressible, Refusal
 from oracle.formats.exits import DEBUG, PARENT
 from oracle.formats.plan import (
@@ -37,6 +38,8 @@ from oracle.formats.plan import (
     Reload,
     Reset,
     Step,
+    Trim,
+    require,
 )
 from oracle.formats.trace import Meta, Outcome, write
 
@@ -53,6 +56,8 @@ def blamed_on(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
+    except (Inexpressible, BrokenOff):
+        raise  # these are ours, and no fault of the code
     except (Exception, SystemExit) as error:
         came = " ".join(traceback.format_exception_only(error)[-1].split())[:300]
         what = f"{what} failed with {came}{place(error, name.partition(':')[0])}"
@@ -78,6 +83,10 @@ def more() -> str:
     if PARENT not in os.environ:
         return "run it by itself to see more"
     return "its traceback is above" if DEBUG in os.environ else "run again with --debug to see more"
+
+
+class BrokenOff(Exception):
+    """What a call raises that is to be broken off."""
 
 
 class CropRefusal(Refusal):
@@ -118,6 +127,10 @@ class PlanRunner(ABC):
     @abstractmethod
     def crop(self, name: str, length: int) -> None:
         """The cache keeps its first `length` tokens."""
+
+    def trim(self, name: str, tokens: int) -> None:
+        """Asks the cache itself to drop so many tokens from its end, even more than it has."""
+        raise Inexpressible("it is cut back to a length, and not by a number of tokens")
 
     def reset(self, name: str) -> None:
         """The cache is empty again."""
@@ -206,6 +219,7 @@ class PlanRunner(ABC):
             raise Inexpressible(f"index_pos {index_pos} with {held} tokens cached, as {why}")
 
     def _step(self, index: int, step: Step) -> list[int] | None:
+        require(step, self.caches)
         match step:
             case New(name, use_kv_cache):
                 self.new(name, use_kv_cache)
@@ -220,6 +234,8 @@ class PlanRunner(ABC):
                 self._same_rows(source, target)
             case Crop(name, length):
                 self.crop(name, length)
+            case Trim(name, tokens):
+                self.trim(name, tokens)
             case Reset(name):
                 self.reset(name)
                 self.padding[name] = ()
@@ -290,6 +306,24 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
             write(path, replace(made, environment=environment), runner.arrays())
     job.write_seconds(seconds)
+
+
+def dither(module: Any, seed: int) -> None:
+    """Multiplies an embedding's weight (V, E) by the seed's `factors`; 0: does nothing.
+
+    A Refusal for packed weights, which cannot change by so little; those of half precision do not,
+    since they are rounded to it again.
+    """
+    import mlx.core as mx
+
+    if not seed:
+        return
+    weight = module.weight
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        raise Refusal("the embedding is packed, expected floats", where="dither")
+    with mx.stream(mx.cpu):
+        by = mx.array(factors(weight.shape, seed), mx.float64)
+        module.weight = (weight.astype(mx.float64) * by).astype(weight.dtype)
 
 
 def host(array: Any) -> Array:

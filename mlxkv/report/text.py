@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxkv.judge.result import Gate, plain
+from oracle.formats.trace import CACHES
 
 Row = Sequence[str]
 _WIDTH = 100
@@ -131,7 +132,8 @@ def _aligned(rows: Sequence[Row], left: set[int]) -> list[list[str]]:
 
 def environment_rows(environment: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Names and values of what a run depends on, as text."""
-    return tuple((name, _value(value)) for name, value in sorted(environment.items()))
+    rows = sorted((name, value) for name, value in environment.items() if name != CACHES)
+    return tuple((name, _value(value)) for name, value in rows)
 
 
 def environment_table(environments: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import msgspec
 
 from oracle.formats import strict_json
-from oracle.formats.errors import Refusal, brief
+from oracle.formats.errors import Inexpressible, Refusal, brief
 
 FORMAT = "mlxkv-plan/2"
 _OLD = "mlxkv-plan/1"  # which has no batches, and no `rows` but "all" and "last"; it is still read
@@ -119,6 +119,13 @@ class Crop(_Step, frozen=True):
     length: Whole
 
 
+class Trim(_Step, frozen=True):
+    """The cache is asked to drop its last `tokens` tokens, be it as many or not."""
+
+    cache: str
+    tokens: Whole
+
+
 class Reset(_Step, frozen=True):
     """The cache is empty again."""
 
@@ -161,7 +168,20 @@ class Fail(_Step, frozen=True):
     tokens: _Ids
 
 
-Step = New | Call | Greedy | Clone | Crop | Reset | Pad | Reload | Recall | Fail
+Step = New | Call | Greedy | Clone | Crop | Trim | Reset | Pad | Reload | Recall | Fail
+
+
+def needed(step: Step) -> str | None:
+    """The cache that a step needs to be there; None for one that makes it from nothing."""
+    if isinstance(step, New):
+        return None
+    return step.source if isinstance(step, Clone | Recall) else step.cache
+
+
+def require(step: Step, there: Collection[str]) -> None:
+    """Refuses a step on a cache that is not there, as the one that was to make it failed."""
+    if (name := needed(step)) is not None and name not in there:
+        raise Inexpressible(f"cache {name} is not there, as the step that makes it failed")
 
 
 class _Fields(TypedDict):
@@ -272,6 +292,8 @@ class Plan:
                     held[target], keeps[target] = held.get(source, 0), keeps.get(source, True)
                 case Crop(cache, length):
                     held[cache] = min(length, held.get(cache, 0))
+                case Trim(cache, tokens):
+                    held[cache] = max(0, held.get(cache, 0) - tokens)
                 case Recall(source, target, length):
                     held[target] = min(length, held.get(source, 0))
                     keeps[target] = keeps.get(source, True)
@@ -486,11 +508,8 @@ def _check_caches(steps: tuple[Step, ...], where: str) -> None:
     """Refuses caches of odd names, and steps on one that no step before has made."""
     alive: set[str] = set()
     for i, step in enumerate(steps):
-        reads, makes = (
-            (step.source, step.target)
-            if isinstance(step, Clone | Recall)
-            else (None if isinstance(step, New) else step.cache, step.cache)
-        )
+        reads = needed(step)
+        makes = step.target if isinstance(step, Clone | Recall) else step.cache
         for name in (reads, makes):
             if name is not None and not (name.isidentifier() and len(name) <= 100):
                 what = f"steps[{i}]: cache is {brief(name)}, expected letters, digits and _"

@@ -87,7 +87,7 @@ def parse(text: str) -> Spec:
     raise Refusal("unknown", where=where, remedy=f"take one of {_KNOWN}")
 
 
-def _affine(options: Mapping[str, str], where: str) -> Affine:
+def _affine(options: Mapping[str, cache_name.Value], where: str) -> Affine:
     apart = "keys" in options or "values" in options
     names = ("keys", "values") if apart else ("bits",)
     _only(options, (*names, "group_size"), where)
@@ -100,7 +100,7 @@ def _affine(options: Mapping[str, str], where: str) -> Affine:
     return Affine(bits[0], bits[-1], size)
 
 
-def _window(options: Mapping[str, str], where: str) -> Window:
+def _window(options: Mapping[str, cache_name.Value], where: str) -> Window:
     _only(options, ("size", "keep"), where)
     size, keep = _whole(options, "size", None, where), _whole(options, "keep", 0, where)
     if not 0 <= keep < size:
@@ -109,7 +109,7 @@ def _window(options: Mapping[str, str], where: str) -> Window:
     return Window(size, keep)
 
 
-def _only(options: Mapping[str, str], known: tuple[str, ...], where: str) -> None:
+def _only(options: Mapping[str, cache_name.Value], known: tuple[str, ...], where: str) -> None:
     for key in options:
         if key not in known:
             what = f"option {key!r}, expected {', '.join(known) or 'none'}"
@@ -117,7 +117,7 @@ def _only(options: Mapping[str, str], known: tuple[str, ...], where: str) -> Non
 
 
 def _whole(
-    options: Mapping[str, str],
+    options: Mapping[str, cache_name.Value],
     key: str,
     default: int | None,
     where: str,

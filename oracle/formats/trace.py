@@ -69,6 +69,9 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 SHARED = "first call taken from plan"
 """The key in a trace's environment that names the plan whose longer first call served for this
 one's too."""
+CACHES = "caches"
+"""In a trace's environment: by each cache's name what it says of itself in the end beside what it
+holds: `length`, `size` and `rows` in tokens, `nbytes` and `allocated`. None: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

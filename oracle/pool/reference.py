@@ -13,6 +13,7 @@ import copy
 import inspect
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,40 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.utils import logging
 
+from oracle.formats import dither as dithers
+from oracle.formats.cache_name import CacheName
 from oracle.formats.errors import Inexpressible, Refusal, one_line
-from oracle.formats.plan import Call, Clone, Crop, Greedy, Ids, New, Plan, Reset, Step
+from oracle.formats.plan import (
+    Call,
+    Clone,
+    Crop,
+    Fail,
+    Greedy,
+    Ids,
+    New,
+    Pad,
+    Plan,
+    Recall,
+    Reload,
+    Reset,
+    Step,
+    Trim,
+    require,
+)
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Meta, Outcome, Trace
+from oracle.formats.trace import CACHES, Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
-from oracle.pool import neighbour_model, orders
+from oracle.pool import caches, neighbour_model, orders
 from oracle.truth.config import OLD_FREQUENCIES, checked, config_of, effective
 from oracle.truth.weights import DTYPES, Weights
 
 _TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
 _CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
+_USUAL = CacheName("DynamicCache")
 _PRECISION = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 
 
@@ -73,31 +92,36 @@ class Reference:
     """transformers' class for one checkpoint, a LlamaForCausalLM or a neighbour's, in one dtype.
 
     `kinds` are the kinds of attention that it has; the runs of the last one stay as references.
-    `widest` is the longest row that a norm has added up in order so far.
+    `widest` is the longest row that a norm has added up in order so far. `dither` is the seed of
+    `oracle.formats.dither`, 0 for none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32") -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32", dither: int = 0) -> None:
         self.checkpoint, self.dtype, self.widest = checkpoint, dtype, 0
         self._model: Any = _built(checkpoint, dtype).eval()
+        if dither:
+            _dither(self._model.get_input_embeddings().weight, dither)
         self.kinds: tuple[str, ...] = ("eager", "sdpa")
         if is_neighbour(checkpoint):
             self.kinds = neighbour_model.kinds(self._model)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, *, attention: str = "sdpa") -> Trace:
+    def run(self, plan: Plan, *, attention: str = "sdpa", cache: CacheName | None = None) -> Trace:
         """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
         A step that fails leaves its error and no row; the next step goes on with what there is.
-        Where `attention` is "sequential", it is the class's own, and norms add up in order.
+        Where `attention` is "sequential", it is the class's own, and norms add up in order. If
+        `cache` is given, the trace names it, and has what the caches say of themselves.
         """
         in_order = attention == "sequential"
         self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
-        run = _Run(self._model, plan, self.checkpoint.vocab_size)
+        run = _Run(self._model, plan, self.checkpoint.vocab_size, cache or _USUAL)
         order = orders.Sequential()
         with order if in_order else contextlib.nullcontext():
             outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
         self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
+        says = {} if cache is None else {"cache": str(cache), CACHES: run.says()}
         meta = Meta(
             plan=plan,
             engine="transformers",
@@ -107,7 +131,7 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | {"attention": attention},
+            environment=environment() | {"attention": attention} | says,
             no_cache=lacks,
         )
         return Trace(meta, arrays)
@@ -158,6 +182,12 @@ def _built(checkpoint: Checkpoint, dtype: str) -> Any:
         raise Refusal(what, where=checkpoint.folder) from error
 
 
+def _dither(weight: Tensor, seed: int) -> None:
+    by = torch.from_numpy(dithers.factors(tuple(weight.shape), seed))
+    with torch.no_grad():
+        weight.copy_((weight.double() * by).to(weight.dtype))
+
+
 def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """A missing parameter would be random and an unknown tensor dropped: both are refused."""
     config = LlamaConfig.from_dict(copy.deepcopy(effective(checkpoint.model_config)))
@@ -179,10 +209,11 @@ def _llama(checkpoint: Checkpoint, tensors: dict[str, Tensor], dtype: torch.dtyp
 class _Run:
     """One plan under way: its caches by name (None: without a cache) and the rows so far."""
 
-    def __init__(self, model: Any, plan: Plan, vocab_size: int) -> None:
-        self._model, self._plan = model, plan
-        self._caches: dict[str, DynamicCache | None] = {}
+    def __init__(self, model: Any, plan: Plan, vocab_size: int, cache: CacheName) -> None:
+        self._model, self._plan, self._cache = model, plan, cache
+        self._caches: dict[str, Any] = {}
         self._batched: set[str] = set()  # the caches that hold a batch
+        self._left: dict[str, tuple[int, ...]] = {}  # the padding of each row, where there is any
         most = sum(len(call.batch) * len(plan.kept(call)) for call in plan.calls())
         self._logits = np.empty((most, vocab_size), np.float32)
         self._places: list[tuple[int, int, int]] = []  # position, step, row of the batch
@@ -191,9 +222,11 @@ class _Run:
         chosen: list[int] = []
         caches = self._caches
         try:
+            require(step, caches)
             match step:
                 case New(cache, use_kv_cache):
                     caches[cache] = self._fresh() if use_kv_cache else None
+                    self._left.pop(cache, None)
                 case Call(cache, _, index_pos):
                     (self._batched.add if step.batched else self._batched.discard)(cache)
                     self._call(i, cache, step.batch, index_pos)
@@ -203,12 +236,23 @@ class _Run:
                     caches[target] = copy.deepcopy(caches[source])
                     held = self._batched - {target}
                     self._batched = held | ({target} if source in self._batched else set())
+                    self._left[target] = self._left.get(source, ())
                 case Crop(cache, length):
-                    caches[cache] = self._cropped(caches[cache], length)
+                    _crop(caches[cache], length)
+                case Trim(cache, tokens):
+                    _trim(caches[cache], tokens)
                 case Reset(cache):
-                    caches[cache] = None if caches[cache] is None else self._fresh()
-                case _:
-                    raise Inexpressible(f"transformers has no such step as {type(step).__name__}")
+                    if caches[cache] is not None:
+                        caches[cache].reset()
+                    self._left.pop(cache, None)
+                case Pad(cache, left):
+                    self._left[cache] = left
+                case Fail(cache, tokens):
+                    self._fail(caches[cache], tokens)
+                case Reload():
+                    raise Inexpressible("transformers has no way to save a cache")
+                case Recall():
+                    raise Inexpressible("transformers has no store of caches")
         except Exception as error:
             return Outcome.failed(error, chosen or None)
         return Outcome(chosen or None)
@@ -222,19 +266,25 @@ class _Run:
             del arrays["batch"]
         lacks = ""
         for name, cache in self._caches.items():
-            layers = cache.layers if cache is not None and _length(cache) else []
-            odd = _partial(layers, _length(cache))
+            layers = cache.layers if cache is not None and caches.length(cache) else []
+            pairs = [caches.rows(layer) for layer in layers]
+            odd = _partial(pairs, caches.length(cache))
             lacks = lacks or odd
-            for i, layer in enumerate([] if odd else layers):
-                for kind, held in (("keys", layer.keys), ("values", layer.values)):
+            for i, pair in enumerate([] if odd else pairs):
+                for kind, held in zip(("keys", "values"), pair or (), strict=True):
                     rows = held if name in self._batched else held[0]
                     arrays[f"kv/{name}/{i:03d}/{kind}"] = rows.float().numpy()
         return arrays, lacks
 
+    def says(self) -> dict[str, Any]:
+        """What each cache says of itself beside what it holds."""
+        kept = {name: cache for name, cache in self._caches.items() if cache is not None}
+        return {name: caches.facts(cache) for name, cache in kept.items()}
+
     def _call(self, i: int, name: str, batch: tuple[Ids, ...], index_pos: int | None) -> Array:
         """One forward call; the last of the rows kept, on which a greedy step goes on."""
         cache, width = self._caches[name], len(batch[0])
-        held = _length(cache)
+        held, left = caches.length(cache), self._left.get(name) or (0,) * len(batch)
         kept = self._plan.kept_of(held, width)
         given = {_CACHE: cache, "use_cache": cache is not None}
         given["logits_to_keep"] = torch.tensor(kept, dtype=torch.long) - held
@@ -244,9 +294,12 @@ class _Run:
                 raise Inexpressible(f"{at}, as transformers takes the position from its cache")
             # Where nothing is cached a caller may give position_ids, and only them.
             given["position_ids"] = torch.arange(index_pos, index_pos + width)[None]
-        rows: Tensor = self._model(torch.tensor(batch), **given).logits
+        if any(left):
+            given |= _padded(left, held, width)
+        with caches.masked(self._cache):
+            rows: Tensor = self._model(torch.tensor(batch), **given).logits
         first = len(self._places)
-        self._places += [(at, i, row) for row in range(len(batch)) for at in kept]
+        self._places += [(at - left[row], i, row) for row in range(len(batch)) for at in kept]
         self._logits[first : len(self._places)] = rows.flatten(0, 1).float().numpy()
         last: Array = self._logits[len(self._places) - 1]
         return last
@@ -261,34 +314,47 @@ class _Run:
                 position += {"right": len(tokens), "zero": 0, "by_calls": 1}[step.advance]
             tokens = (chosen[-1],)
 
-    def _cropped(self, cache: DynamicCache | None, length: int) -> DynamicCache | None:
-        """A new cache of the first tokens, as `DynamicCache.crop` differs by version."""
-        held = _length(cache)
-        if length > held:
-            raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
-        if cache is None:
-            return None
-        kept = self._fresh()
-        for i, layer in enumerate(cache.layers if length else []):
-            kept.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
-        return kept
+    def _fail(self, cache: Any, tokens: Ids) -> None:
+        """A layer in the middle raises; then each layer is cropped by what it took."""
+        before = [int(layer.get_seq_length()) for layer in cache.layers] if cache else []
+        with contextlib.suppress(caches.BrokenOff), caches.broken_off(self._model):
+            self._model(torch.tensor([tokens]), **{_CACHE: cache, "use_cache": cache is not None})
+        if cache is not None:
+            caches.crop_to(cache, before)
 
-    def _fresh(self) -> DynamicCache:
-        return DynamicCache(config=self._model.config)
+    def _fresh(self) -> Any:
+        return caches.fresh(self._cache, self._model.config)
 
 
-def _length(cache: DynamicCache | None) -> int:
-    return 0 if cache is None else int(cache.get_seq_length())
+def _crop(cache: Any, length: int) -> None:
+    held = caches.length(cache)
+    if length > held:
+        raise Refusal(f"crop: length is {length}, expected at most the {held} tokens cached")
+    if cache is not None:
+        caches.crop(cache, held - length)
 
 
-def _partial(layers: list[Any], length: int) -> str:
+def _trim(cache: Any, tokens: int) -> None:
+    """Has the cache itself forget so many tokens, be it more than it holds."""
+    if cache is not None:
+        caches.crop(cache, tokens)
+
+
+def _padded(left: tuple[int, ...], held: int, width: int) -> dict[str, Tensor]:
+    """What hides the padding of rows (B, S), and where their own tokens of a call stand (B, L)."""
+    before = torch.tensor(left)[:, None]
+    columns = torch.arange(held + width)
+    places = (columns[held:] - before).clamp(min=0)
+    return {"attention_mask": (columns >= before).long(), "position_ids": places}
+
+
+def _partial(pairs: Sequence[tuple[Tensor, Tensor] | None], length: int) -> str:
     """Why the layers lack keys and values of one shape for every token, or "" as for any Llama."""
     first: tuple[int, ...] | None = None
-    for i, layer in enumerate(layers):
-        for kind in ("keys", "values"):
-            array = getattr(layer, kind, None)
-            if not isinstance(array, Tensor) or array.ndim != 4:
-                return f"layer {i} of transformers' cache has no {kind}"
+    for i, pair in enumerate(pairs):
+        if pair is None:
+            return f"layer {i} of transformers' cache has no keys"
+        for kind, array in zip(("keys", "values"), pair, strict=True):
             if array.shape[2] != length:
                 return f"layer {i} of transformers' cache keeps {array.shape[2]} of {length} tokens"
             first = first or tuple(array.shape)

@@ -63,6 +63,7 @@ def follow(
     shared: int = 0,
     taps: frozenset[str] = frozenset(),
     sink: Sink | None = None,
+    tables: tuple[Tensor, Tensor] | None = None,
     makers: Mapping[str, Maker] | None = None,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
@@ -71,13 +72,14 @@ def follow(
     Every way but the first takes the first `shared` positions from it, where a segment must begin.
     `makers` make the layers of ways that do not follow Layer. `sink` is given each layer's number
     and, of the first way, its `keys` (after RoPE) and `values`, both (K, n, D), and the taps asked
-    for, which need that way to be a single segment.
+    for, which need that way to be a single segment. `tables` are those of `rope_tables` for all
+    tokens; None: they are made here.
     """
     n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     first, *others = (streams := _streams(segments, embedded, shared, makers or {})).values()
     if taps and len(first.spans) > 1:
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
-    tables = rope_tables(config, n)
+    tables = tables or rope_tables(config, n)
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
         given = config, weights.layer(config, i), tables

@@ -197,6 +197,7 @@ def _calls(spans: Spans) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _masks(spans: Spans) -> Iterator[tuple[str, str, View]]:
     start, stop, key, own = _calls(spans)
     several, later = stop - start > 1, start > 0
+    off = "a mask off by one in a call after the first"
     hidden = {
         ("no-mask", "no causal mask"): several & (key < 0),
         ("mask-ahead", "a mask off by one (each token sees the next)"): key > own + 1,
@@ -205,6 +206,8 @@ def _masks(spans: Spans) -> Iterator[tuple[str, str, View]]:
     chunks = {
         ("mask-offset", "a mask without its offset in a call after the first"): key > own - start,
         ("no-later-mask", "no mask in a call of several tokens after the first"): later & (key < 0),
+        ("later-mask-ahead", f"{off} (each token sees the next)"): key > own + 1,
+        ("later-mask-behind", f"{off} (no token sees itself)"): key >= own,
     }
     for where, masks in ((several, hidden), (several & later, chunks)):
         for (name, words), hides in masks.items():

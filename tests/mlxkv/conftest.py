@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import models
 import pytest
@@ -45,6 +47,22 @@ def model_of(folder_of: Callable[[str], Path]) -> Callable[..., Llama]:
         if (layout, dtype) not in loaded:
             loaded[layout, dtype] = load(folder_of(layout), dtype)
         return loaded[layout, dtype]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def mlx_lm_of() -> Callable[[Path], Any]:
+    """mlx-lm's own model of a folder, in this process and in float32."""
+
+    def model(folder: Path) -> Any:
+        from mlxkv.engines.mlx_lm import load
+
+        made = load(str(folder), "float32")
+        # It makes torch unfindable, which tests that start the oracle from here must not see.
+        if "torch" in sys.modules and sys.modules["torch"] is None:
+            del sys.modules["torch"]
+        return made
 
     return model
 

@@ -22,10 +22,8 @@ from command import refused
 
 from mlxkv.engines import port
 from mlxkv.engines.job import Job
-from mlxkv.engines.mlx_lm import prompt_cache
 from mlxkv.port.weights import load
 from oracle.formats import trace
-from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 
 TOKENS = [3, 7, 11, 2, 19]
@@ -106,7 +104,7 @@ def kept(
 ) -> dict[str, dict[str, trace.Trace]]:
     """The misuse plan and the judged ones, on each of mlx-lm's caches."""
     plans = [MISUSE, *judged_plans(SEQUENCE, prompt=5).values()]
-    caches = ("KVCache", "ConcatenateKVCache", "RotatingKVCache:6")
+    caches = ("KVCache", "ConcatenateKVCache", "RotatingKVCache:size=6,keep=4")
     return {
         cache: follow(folder_of("gqa"), tmp_path_factory.mktemp("jobs"), *plans, cache=cache)
         for cache in caches
@@ -140,7 +138,10 @@ def test_a_trace_says_whose_it_is(
 ) -> None:
     from oracle.model.checkpoint import resolve
 
-    meta, checkpoint = kept["RotatingKVCache:6"]["step"].meta, resolve(str(folder_of("gqa")))
+    meta, checkpoint = (
+        kept["RotatingKVCache:size=6,keep=4"]["step"].meta,
+        resolve(str(folder_of("gqa"))),
+    )
     assert (meta.engine, meta.dtype, meta.weights_dtype, meta.device) == (
         "mlx-lm",
         "float32",
@@ -156,7 +157,7 @@ def test_a_trace_says_whose_it_is(
     )
     assert (meta.environment["mlx-lm"], meta.environment["cache"]) == (
         meta.engine_version,
-        "RotatingKVCache:6",
+        "RotatingKVCache:size=6,keep=4",
     )
 
 
@@ -187,10 +188,10 @@ def test_what_mlx_lm_cannot_express_is_its_steps_error(
     expected = {5: says.format(0, 7), 7: too_long, 13: says.format(5, 0), 17: says.format(0, 5)}
     assert errors(kept["KVCache"]["misuse"]) == expected
     assert errors(kept["ConcatenateKVCache"]["misuse"]) == expected
-    rotating = errors(kept["RotatingKVCache:6"]["misuse"])
-    assert (
-        rotating[6]
-        == "cannot be expressed: trim_prompt_cache trimmed 0 of 2 tokens from a RotatingKVCache:6"
+    rotating = errors(kept["RotatingKVCache:size=6,keep=4"]["misuse"])
+    assert rotating[6] == (
+        "cannot be expressed: trim_prompt_cache trimmed 0 of 2 tokens from a "
+        "RotatingKVCache:size=6,keep=4"
     )
     assert rotating[8] == says.format(5, 7)
 
@@ -228,23 +229,12 @@ def test_a_trimmed_concatenating_cache_brings_its_tokens_back(
 
 
 def test_a_rotating_cache_keeps_its_size(kept: dict[str, dict[str, trace.Trace]]) -> None:
-    found = kept["RotatingKVCache:6"]["step"].kv("a", 2)
+    found = kept["RotatingKVCache:size=6,keep=4"]["step"].kv("a", 2)
     assert found is not None
     assert found[0].shape == found[1].shape == (2, 6, 8)
     full = kept["KVCache"]["step"].kv("a", 2)
     assert full is not None
     assert np.abs(found[0][:, :4] - full[0][:, :4]).max() < 1e-3  # the first four are kept
-
-
-@pytest.mark.parametrize(
-    "cache", ["DynamicCache", "RotatingKVCache", "KVCache:6", "RotatingKVCache:x"]
-)
-def test_another_cache_is_refused(cache: str) -> None:
-    with pytest.raises(
-        Refusal,
-        match=f"^cache: {cache!r}, expected KVCache, ConcatenateKVCache or RotatingKVCache:SIZE$",
-    ):
-        prompt_cache(None, cache)
 
 
 def test_half_precision_and_last_rows(folder_of: Callable[[str], Path], tmp_path: Path) -> None:

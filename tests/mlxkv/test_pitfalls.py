@@ -11,6 +11,7 @@ import models
 import pytest
 from command import mlxkv
 
+from mlxkv.commands.pitfalls import ask
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.pitfalls.scenarios import OTHER_CACHES, SYSTEMS
 from oracle.formats.errors import Refusal
@@ -133,7 +134,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
     steps: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(pitfalls, "_right", lambda *_: pytest.fail("the oracle was asked"))
+    monkeypatch.setattr(ask, "right", lambda *_: pytest.fail("the oracle was asked"))
     tokens, other = ids or (None, None)
     request = pitfalls.Request(
         model=str(folder_of("gqa")), tokens=tokens, other_tokens=other, steps=steps

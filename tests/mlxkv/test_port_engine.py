@@ -405,8 +405,15 @@ def test_a_trace_in_memory_says_who_made_it(model_of: ModelOf) -> None:
         "float16",
         None,
     )
+    said = {"length": 1, "size": 1, "nbytes": 384, "allocated": 98304, "rows": 1}
     assert told.meta == Meta(
-        plan, "x", "1", "float32", fingerprint="f", outcomes=[Outcome(), Outcome()]
+        plan,
+        "x",
+        "1",
+        "float32",
+        fingerprint="f",
+        outcomes=[Outcome(), Outcome()],
+        environment={"caches": {"a": said}},
     )
 
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxkv.engines import oracle
+from mlxkv.engines import kinds, oracle
+from mlxkv.engines.kinds import Kind
+from mlxkv.engines.own import heads_of
 from mlxkv.engines.process import Finished
 from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
+from mlxkv.port.config.rope import Rope
 from oracle.formats import run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -28,8 +31,9 @@ class Request:
     """What a person asked to compare. None: taken from the oracle folder, else the default.
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
-    `name` tells one of several requests from the others. `quick` leaves the probe out. `has_oracle`
-    says that the command has the option --oracle, for its messages.
+    `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
+    several requests from the others. `quick` leaves the probe out. `has_oracle` says that the
+    command has the option --oracle, for its messages.
     """
 
     model: str | None = None
@@ -45,6 +49,7 @@ class Request:
     fresh: bool = False
     ignore_keys: tuple[str, ...] = ()
     engine: str = "port"
+    cache: Kind | None = None
     prompt_tokens: int | None = None
     name: str | None = None
     quick: bool = False
@@ -86,19 +91,40 @@ def ask(requests: Sequence[Request]) -> Answers:
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
-    beyond = ""
+    _require_fits(first.cache, checkpoint)
+    beyond, original = "", None
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
         # What the port refuses must not cost a run of the oracle first.
-        beyond = LlamaConfig.of(checkpoint).rope.beyond
+        rope = LlamaConfig.of(checkpoint).rope
+        beyond, original = rope.beyond, _original(rope)
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    probe = None if first.quick else oracle.probe_beside(questions[0])
+    probe = None if first.quick else _probe(questions[0], original)
     # The first is asked with the probe, so that one process makes both.
     asked = [
         _asked(request, question, probe if request is first else None)
         for request, question in zip(requests, questions, strict=True)
     ]
     return Answers(tuple(answer for answer, _ in asked), asked[0][1])
+
+
+def _original(rope: Rope) -> int | None:
+    """The length beyond which RoPE has other factors, None if it has the same at every length."""
+    return rope.original_max_position_embeddings if rope.rope_type == "longrope" else None
+
+
+def _probe(question: oracle.Question, original: int | None) -> oracle.Question | None:
+    """What is asked of the model's probe; None where there is none.
+
+    The oracle refuses a cache that is filled on both sides of longrope's original length. It is not
+    asked in vain, as no answer would be kept and each comparison would ask again.
+    """
+    probe = oracle.probe_beside(question)
+    if probe is None or original is None or not probe.prompt_tokens <= original < len(probe.tokens):
+        return probe
+    both = f"{probe.prompt_tokens} of its {len(probe.tokens)} tokens come first"
+    say(f"oracle: no probe, as {both}, and beyond {original} longrope has other factors")
+    return None
 
 
 def _asked(
@@ -132,6 +158,7 @@ def _given(request: Request, folder: Path) -> Answers:
     )
     if request.engine == "port":
         require_llama(checkpoint)
+    _require_fits(request.cache, checkpoint)
     if manifest.fingerprint != checkpoint.fingerprint:
         found, expected = manifest.fingerprint[:16], checkpoint.fingerprint[:16]
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
@@ -143,6 +170,13 @@ def _given(request: Request, folder: Path) -> Answers:
     if inside is not None:
         probe = _answer(checkpoint, inside, run_folder.read_manifest(inside), None)
     return Answers((_answer(checkpoint, folder, manifest, None),), probe)
+
+
+def _require_fits(cache: Kind | None, checkpoint: Checkpoint) -> None:
+    """Refuses a cache that no head of the model fits, before the oracle is asked."""
+    heads = heads_of(checkpoint.config)
+    if cache is not None and heads:
+        kinds.require(cache, heads[1])
 
 
 def _require_texts(checkpoint: Checkpoint, manifest: run_folder.Manifest, where: Path) -> None:

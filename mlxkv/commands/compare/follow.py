@@ -12,6 +12,7 @@ from typing import Any
 from mlxkv.commands.compare.ask import Answers, Request
 from mlxkv.engines import machine, own, process
 from mlxkv.engines.job import Job, longest_first, repeated
+from mlxkv.engines.kinds import Kind
 from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
@@ -28,13 +29,14 @@ take 8.4, the probe's full 2.3 and its chunked 3.5, of which its first call is m
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Whose model is judged: its name, the module of its process, and of a person's own the
-    FILE.py:function.
+    """Whose model is judged: its name, the module of its process, of a person's own the
+    FILE.py:function, and the cache that it runs on if not its usual one.
     """
 
     name: str
     module: str
     source: str = ""
+    cache: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Runs:
 
     `arithmetic` are the engine's traces in the run's dtype, `algebra` the port's in float64, and
     `repeats` those of the plan that was followed a second time. `took` is what each process took,
-    None where its result was there already.
+    None where its result was there already. `cache` is the one that was named, if one was.
     """
 
     engine: str
@@ -64,6 +66,7 @@ class Runs:
     repeats: tuple[Trace, ...]
     probe: Probe | None
     took: dict[str, Finished | None]
+    cache: Kind | None = None
 
     @property
     def assigned(self) -> Assigned:
@@ -94,7 +97,9 @@ def find(request: Request) -> Engine:
         source = own.find(request.engine)
         return Engine(source.name, process.OWN, f"{source.file}:{source.function}")
     machine.require_mlx_lm()
-    return Engine("mlx-lm", process.MLX_LM)
+    if (cache := request.cache) is None:
+        return Engine("mlx-lm", process.MLX_LM)
+    return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache)
 
 
 @contextmanager
@@ -112,30 +117,32 @@ def follow(engine: Engine, answers: Answers, device: str) -> Iterator[tuple[Runs
                 for name, job in jobs.items()
             }
             took = {name: job.end(running[name]) for name, job in jobs.items()}
-        yield _runs(engine.name, answers, list(jobs.values()), took)
+        yield _runs(engine, answers, list(jobs.values()), took)
 
 
 def _runs(
-    engine: str, answers: Answers, jobs: Sequence[Job], took: dict[str, Finished]
+    engine: Engine, answers: Answers, jobs: Sequence[Job], took: dict[str, Finished]
 ) -> tuple[Runs, ...]:
     """What the jobs left, sequence by sequence; the second job is the port's in float64."""
     plans = _plans(answers)
-    lanes = [[_traces(job, some) for some in plans] for job in jobs]
+    named = engine.name if engine.cache is not None else None
+    lanes = [[_traces(job, some, named) for some in plans] for job in jobs]
     arithmetic, algebra = lanes[0], lanes[1] if len(jobs) > 1 else [()] * len(plans)
     probe = None
     if answers.probe is not None:
         probe = Probe(answers.probe.case, arithmetic[-1], algebra[-1])
     return tuple(
         Runs(
-            engine=engine,
+            engine=engine.name,
             folder=answer.folder,
             case=answer.case,
             checkpoint=answer.checkpoint,
             arithmetic=arithmetic[i],
             algebra=algebra[i],
-            repeats=_repeats(jobs[0], plans[i]),
+            repeats=_repeats(jobs[0], plans[i], named),
             probe=probe,
             took={"oracle": answer.made, **took},
+            cache=engine.cache,
         )
         for i, answer in enumerate(answers.each)
     )
@@ -151,13 +158,15 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
     first, sequences = answers.each[0], _plans(answers)
     dtype, checkpoint = first.case.manifest.dtype, first.checkpoint
     judged = [[plan for plan, _ in some] for some in sequences[: len(answers.each)]]
+    asked = [plan for some in sequences for plan, _ in some]
     one = Job.on(
         checkpoint,
-        (plan for some in sequences for plan, _ in some),
+        asked,
         out,
         dtype=dtype,
         device=device,
         custom=engine.source,
+        caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
         repeat=tuple(repeated(plans).name for plans in judged),
     )
     if engine.name != "port":
@@ -190,18 +199,25 @@ def _plans(answers: Answers) -> list[list[_Named]]:
     ]
 
 
-def _traces(job: Job, plans: Sequence[_Named]) -> tuple[Trace, ...]:
+def _traces(job: Job, plans: Sequence[_Named], engine: str | None) -> tuple[Trace, ...]:
     """The job's traces of these plans, under the plans' own names."""
     followed = {plan.name for plan in job.plans}
-    return tuple(_read(job.trace(plan), name) for plan, name in plans if plan.name in followed)
+    named = [(job.trace(plan), name) for plan, name in plans if plan.name in followed]
+    return tuple(_read(path, name, engine) for path, name in named)
 
 
-def _repeats(job: Job, plans: Sequence[_Named]) -> tuple[Trace, ...]:
+def _repeats(job: Job, plans: Sequence[_Named], engine: str | None) -> tuple[Trace, ...]:
     """Those of the plans that were followed twice."""
     again = [(plan, name) for plan, name in plans if plan.name in job.repeat]
-    return tuple(_read(job.repeated(plan), name) for plan, name in again)
+    return tuple(_read(job.repeated(plan), name, engine) for plan, name in again)
 
 
-def _read(path: Path, name: str) -> Trace:
+def _read(path: Path, name: str, engine: str | None) -> Trace:
+    """A trace under another name of its plan, and of its `engine` where there is one, without what
+    its caches said of themselves.
+    """
     made = trace.read(path)
-    return replace(made, meta=replace(made.meta, plan=replace(made.meta.plan, name=name)))
+    said = {key: value for key, value in made.meta.environment.items() if key != trace.CACHES}
+    plan = replace(made.meta.plan, name=name)
+    meta = replace(made.meta, plan=plan, environment=said, engine=engine or made.meta.engine)
+    return replace(made, meta=meta)

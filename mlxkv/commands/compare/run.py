@@ -56,13 +56,20 @@ def judged(
     """
     case, suspects, ours = runs.case, Suspects(runs, unseen=unseen), runs.assigned
     verdict = suspects.explain(ours.judge(), ours.candidates)
-    verdict = replace(verdict, notes=(*notes, *verdict.notes))
+    verdict = replace(verdict, notes=(*notes, *by_design(runs), *verdict.notes))
     beside = _third(runs, third)
     other = suspects.explain(beside.judge(), beside.candidates) if third else None
     engines = [side(t.meta) for t in (runs.arithmetic[0], *third[:1])]
     engines.insert(1, oracle_side(case.manifest))
     pairs = three_way(case, ours.candidates, beside.candidates)
     return Compared(runs, verdict, other, pairs, tuple(engines))
+
+
+def by_design(runs: Runs) -> tuple[str, ...]:
+    """The note on a cache that keeps less than it is given, whose verdict is that on any other."""
+    if runs.cache is None or not runs.cache.lossy:
+        return ()
+    return (f"lossy by design ({runs.cache.lossy}): `mlxkv cost` says what it costs",)
 
 
 def _third(runs: Runs, traces: Sequence[Trace]) -> Assigned:

@@ -48,6 +48,7 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
             found, case = _own(runs, suspects, own.find(request.engine))
         if found is None:
             found = _from_outside(case, _main(runs), suspects)
+            found = replace(found, notes=(*comparing.by_design(runs), *found.notes))
         if found.outcome == "nothing" and runs.probe is not None:
             found, case = _in_probe(found, case, runs.probe)
         located = [(runs.arithmetic[0].meta.engine, found)]

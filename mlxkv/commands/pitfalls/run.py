@@ -3,67 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.pitfalls import behaviour, page, scenarios
+from mlxkv.commands.pitfalls import ask, behaviour, page, scenarios
+from mlxkv.commands.pitfalls.ask import Request as Request
 from mlxkv.commands.pitfalls.behaviour import Matrix, Right, Seen
-from mlxkv.commands.pitfalls.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario, Setting
+from mlxkv.commands.pitfalls.scenarios import NO, OTHER_CACHES, SYSTEMS, Scenario
 from mlxkv.engines import job, machine, oracle, process
 from mlxkv.engines.progress import announce, say, steps
-from mlxkv.judge.case import read_case
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import disk, trace
-from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.model import tokenizer
-from oracle.model.checkpoint import Checkpoint, Named
+from oracle.model.checkpoint import Checkpoint
 from oracle.model.default import is_original
 
-PROMPTS = ("The capital of France is", "The capital of Germany is")
 CONTEXT, BRANCHES, BRANCH_STEPS = 2048, 8, 16
 """Tokens whose branches are measured in memory, where the model has twice as many positions; how
 many branches, and the tokens that each of them decodes."""
 SECONDS, EACH = 30.0, 7.5e-7
 """About what all of it takes, and more for each parameter of the model: 216 s of CPU time for the
 default model's 134,515,008, on 1.5 of two cores."""
-
-Ids = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Named):
-    """Two prompts that begin alike, as text or as ids, and how many greedy tokens follow each."""
-
-    prompt: str | None = None
-    other_prompt: str | None = None
-    tokens: Ids | None = None
-    other_tokens: Ids | None = None
-    steps: int = 20
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        if (self.tokens is None) != (self.other_tokens is None):
-            raise Refusal("--tokens and --other-tokens: one is given, expected both or none")
-        if self.tokens is not None and (self.prompt, self.other_prompt) != (None, None):
-            raise Refusal("--prompt and --tokens: expected text or ids; leave one kind out")
-
-    @property
-    def ids(self) -> tuple[Ids, Ids] | None:
-        """Both prompts as ids, if they were given so."""
-        given = self.tokens, self.other_tokens
-        return None if given[0] is None or given[1] is None else (given[0], given[1])
-
-    @property
-    def texts(self) -> tuple[str, str]:
-        """Both prompts as text, where they were not given as ids."""
-        return self.prompt or PROMPTS[0], self.other_prompt or PROMPTS[1]
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
@@ -84,18 +48,15 @@ def run(request: Request) -> Matrix:
     machine.require_mlx_lm()
     oracle.require_torch()
     checkpoint = request.checkpoint(steps())
-    first, second = _prompts(request, checkpoint)
-    setting = partial(Setting, first, second, limit=checkpoint.max_positions, steps=request.steps)
-    draft = setting(right=(0,) * request.steps, other=(0,) * request.steps)
-    # Refused before the oracle works; what the model answers changes nothing of it.
-    draft.check()
+    draft = ask.setting(request, checkpoint)
     systems = f"{len(scenarios.TABLE)} scenarios on {len(SYSTEMS)} systems"
     announce(f"pitfalls: {systems}, {checkpoint.name}", SECONDS + EACH * checkpoint.parameters)
     rights = {
-        name: _right(request, checkpoint, name, ids) for name, ids in scenarios.talks(draft).items()
+        name: ask.right(request, checkpoint, name, ids)
+        for name, ids in scenarios.talks(draft).items()
     }
-    right, other = rights["first"].tokens, rights["second"].tokens
-    made = scenarios.scenarios(setting(right=right, other=other))
+    setting = ask.answered(draft, rights)
+    made = scenarios.scenarios(setting)
     with process.scratch() as room:
         traces = _traces(request, checkpoint, made, room)
         words = tokenizer.load(checkpoint.folder)
@@ -106,59 +67,17 @@ def run(request: Request) -> Matrix:
             scenarios=tuple(made),
             seen=_seen(made, traces, rights),
             rights=rights,
-            environments={who: traces["greedy", who].meta.environment for who in SYSTEMS},
+            environments={who: _surroundings(traces["greedy", who]) for who in SYSTEMS},
             branches=_branches(request, checkpoint, room),
             comparable=is_original(checkpoint),
             text=lambda before, ids: "".join(words.stream(before, ids)) if words else "",
         )
 
 
-def _prompts(request: Request, checkpoint: Checkpoint) -> tuple[Ids, Ids]:
-    most = checkpoint.max_positions
-    if request.ids is not None:
-        first, second = request.ids
-    else:
-        words = tokenizer.load(checkpoint.folder)
-        if words is None:
-            raise Refusal(
-                f"{checkpoint.folder}: no tokenizer.json, expected one for prompts of text; "
-                "give ids with --tokens and --other-tokens"
-            )
-        first, second = (tuple(words.encode(text)) for text in request.texts)
-    for ids in (first, second):
-        tokenizer.check_ids(list(ids), vocab_size=checkpoint.vocab_size, max_positions=most)
-    longest = len(first) + len(second) + 2 * request.steps
-    if longest > most:
-        raise Refusal(
-            f"--steps {request.steps}: both prompts and their answers take {longest} positions, "
-            f"expected at most {most} (max_position_embeddings); take fewer steps or "
-            "shorter prompts"
-        )
-    return first, second
-
-
-def _right(request: Request, checkpoint: Checkpoint, name: str, prompt: Ids) -> Right:
-    texts = {} if request.ids else dict(zip(("first", "second"), request.texts, strict=True))
-    n, steps = len(prompt), request.steps
-    question = oracle.Question(
-        checkpoint=checkpoint,
-        prompt=texts.get(name),
-        tokens=prompt,
-        prompt_tokens=n,
-        steps=steps,
-        chunks=None,
-        dtype="float32",
-        threads=os.cpu_count() or 1,
-    )
-    say(f"oracle: the truth of {n} tokens and {steps} steps on {checkpoint.name}")
-    case = read_case(oracle.ask(question).folder)
-    generated = case.manifest.generated
-    if len(generated) != steps:
-        raise Refusal(
-            f"manifest.json: {steps} generated tokens expected, found {generated!r}; "
-            "run again with --fresh"
-        )
-    return behaviour.right(case, generated)
+def _surroundings(found: trace.Trace) -> dict[str, Any]:
+    """What a system ran on and with, whatever its caches said of themselves in one scenario."""
+    environment = found.meta.environment
+    return {name: value for name, value in environment.items() if name != trace.CACHES}
 
 
 def _traces(
@@ -168,7 +87,7 @@ def _traces(
     found = {}
     with ExitStack() as stack:
         asked = _plans(made, "T")
-        other = stack.enter_context(_transformers(checkpoint, asked.values(), room / "T"))
+        other = stack.enter_context(transformers(checkpoint, asked.values(), room / "T"))
         for engine, (module, one) in _jobs(request, checkpoint, made, room).items():
             say(f"{SYSTEMS[engine]}: {len(one.plans)} scenarios")
             with one.begin(module) as running:
@@ -201,8 +120,8 @@ def _jobs(
         return _job(request, checkpoint, plans, room / engine, **more)
 
     dtypes = {s.name: s.cache_dtype for s in made if s.cache_dtype}
-    # A RotatingKVCache is made for a length.
-    classes = {"RotatingKVCache": f"RotatingKVCache:{checkpoint.max_positions}"}
+    # A RotatingKVCache is made for a length; make_prompt_cache keeps 4.
+    classes = {"RotatingKVCache": f"RotatingKVCache:size={checkpoint.max_positions},keep=4"}
     others = {
         plan.name: classes.get(system, system)
         for (_, system), plan in _plans(made, "L").items()
@@ -221,9 +140,12 @@ def _job(
     return job.Job.on(checkpoint, plans, out, dtype="float32", device=request.device, **more)
 
 
-def _transformers(checkpoint: Checkpoint, plans: Iterable[Plan], out: Path) -> process.Process:
-    out.mkdir()
-    arguments = ["oracle", "follow", checkpoint.source, "--out", str(out)]
+def transformers(
+    checkpoint: Checkpoint, plans: Iterable[Plan], out: Path, more: Sequence[str] = ()
+) -> process.Process:
+    """The process in which transformers follows plans, with `more` options; traces go to `out`."""
+    out.mkdir(exist_ok=True)
+    arguments = ["oracle", "follow", checkpoint.source, "--out", str(out), *more]
     if checkpoint.revision:
         arguments += ["--revision", checkpoint.revision]
     arguments += [f"--ignore-key={key}" for key in checkpoint.without]

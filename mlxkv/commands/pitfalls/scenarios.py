@@ -27,7 +27,14 @@ from oracle.formats.plan import (
     judged_plans,
 )
 
-Behaviour = Literal["right", "silently wrong", "refused", "cannot be expressed"]
+Behaviour = Literal[
+    "right",
+    "silently wrong",
+    "refused",
+    "cannot be expressed",
+    "lossy by design",
+    "not compared",
+]
 SYSTEMS: dict[str, str] = {
     "T": "transformers, DynamicCache",
     "C": "the port in candle's mode",
@@ -41,6 +48,8 @@ RIGHT: Behaviour = "right"
 WRONG: Behaviour = "silently wrong"
 REFUSED: Behaviour = "refused"
 NO: Behaviour = "cannot be expressed"
+LOSSY: Behaviour = "lossy by design"
+UNSEEN: Behaviour = "not compared"
 
 
 _EACH_RIGHT = (RIGHT,) * 4
