@@ -72,8 +72,7 @@ def follow(
     Every way but the first takes the first `shared` positions from it, where a segment must begin.
     `makers` make the layers of ways that do not follow Layer. `sink` is given each layer's number
     and, of the first way, its `keys` (after RoPE) and `values`, both (K, n, D), and the taps asked
-    for, which need that way to be a single segment. `tables` are those of `rope_tables` for all
-    tokens; None: they are made here.
+    for, which need that way to be a single segment. `tables` are `rope_tables` of all tokens.
     """
     n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     first, *others = (streams := _streams(segments, embedded, shared, makers or {})).values()
@@ -89,8 +88,7 @@ def follow(
             kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
             sink(i, {k: v for k, v in kept.items() if v is not None})
         for stream in others:
-            before = [array[:, :shared] for array in whole]
-            (stream.maker or Layer)(*given).run(stream, {}, before)
+            (stream.maker or Layer)(*given).run(stream, {}, [a[:, :shared] for a in whole])
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
     norm = weights(NORM)
