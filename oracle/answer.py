@@ -20,7 +20,6 @@ from oracle.formats import disk, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Outcome, Trace
@@ -261,7 +260,7 @@ def _measure(
     plan, config = pool.plans["full"], question.config
     if isinstance(config, Neighbour):
         made = mean.write(folder / MEAN, plan, pool.members, environment=pool.environment)
-        return made, mean.proofs(made, pool.members, pool.double, dtype=question.dtype)
+        return made, mean.proofs(made, pool.members, pool.double)
     most, apart = record.write(
         folder / TRUTH,
         Weights(question.checkpoint, dtype=question.dtype),
@@ -278,8 +277,7 @@ def _measure(
     first = np.flatnonzero(true.positions < len(pool.double))
     error = pool.double[true.positions[first]] - true.logits[first]
     double = float(np.sqrt(np.mean(error * error))) / most
-    proofs = {"truth_agreement": apart / most, "transformers_double": double, "truth_max": most}
-    return true, proofs | {f"{name}_limit": limit for name, limit in PROOF_LIMITS.items()}
+    return true, {"truth_agreement": apart / most, "transformers_double": double, "truth_max": most}
 
 
 def _manifest(

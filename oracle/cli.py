@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from oracle.formats.run_folder import Manifest
     from oracle.question import Computed, Making
+    from oracle.text import Texting
 
 _PATH = click.Path(path_type=Path)
 _DTYPES = ["float32", "float16", "bfloat16"]
@@ -39,10 +40,13 @@ _model = options(
     option("--revision", "The commit of a Hub model."),
 )
 _key = "A key of config.json to take out, though unknown."
-_computed = options(
-    option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
+_however = options(
     option("--threads", "Threads of torch  [default: one per core]", type=Whole(1)),
     option("--ignore-key", _key, into="ignore_keys", metavar="NAME", multiple=True),
+)
+_computed = options(
+    option("--dtype", "What is computed in.", type=click.Choice(_DTYPES), default="float32"),
+    _however,
 )
 _json = option("--json", "Print the manifest as JSON.", into="as_json", is_flag=True)
 _out = partial(option, "--out", type=_PATH, required=True)
@@ -170,6 +174,38 @@ def follow(
             **computed,
         )
     click.echo("\n".join(map(str, made)))
+
+
+_SPECS = "float16, bfloat16, affine:bits=8,group_size=64, affine:keys=8,values=4, window:size=64"
+
+
+@cli.command()
+@_model
+@option("--ids", "A JSON file with the list of token ids.", type=_PATH, required=True)
+@option(
+    "--stored",
+    f"What a cache keeps: {_SPECS},keep=4 (may be given again).",
+    into="specs",
+    metavar="SPEC",
+    multiple=True,
+)
+@_however
+@option("--force", "Make the folder anew.", is_flag=True)
+@_out("The folder to make, or to add to.")
+def text(model: str | None, out: Path, **asked: Unpack[Texting]) -> None:
+    """Compute the truth of a text, and what a cache that stores less makes of it.
+
+    Nothing is judged: of each SPEC the folder has KL, the right token's probability and whether the
+    most probable token is the truth's, at every position. A folder that is there keeps what it
+    holds, and gets the SPECs that it lacks.
+    """
+    with _computing() as progress:
+        from oracle.text import make
+
+        made = make(model, out=out, progress=progress, note=_note, **asked)
+    value, limit = (made.proofs[f"truth_agreement{end}"] for end in ("", "_limit"))
+    _note(f"whole and in chunks agree to {value:.1e} of max |T| (limit {limit:.0e}): holds")
+    click.echo(out)
 
 
 @cli.command()

@@ -7,21 +7,19 @@ torch is imported only while a folder is being made.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
 
 import numpy as np
 
+from oracle import place
 from oracle.formats import contents, noise, trace
 from oracle.formats import plan as plans
 from oracle.formats import proofs as proved
 from oracle.formats.cache_name import TRANSFORMERS, complete
-from oracle.formats.disk import own_folder, writing
 from oracle.formats.errors import Refusal, install
 from oracle.formats.progress import Note, Progress, silent
 from oracle.formats.run_folder import (
@@ -78,8 +76,8 @@ def run(
     out = Path(out).absolute()
     apart = out / PROBE if probe_out is None else Path(probe_out).absolute()
     _check_apart(out, apart)
-    for place in [out, apart] if probe and apart.parent != out else [out]:
-        _check_place(place, force=force)
+    for each in [out, apart] if probe and apart.parent != out else [out]:
+        place.check(each, ours=_OURS, force=force)
     question = ask(model, progress=progress, note=note, **asked)
     questions = {out: question}
     if probe:
@@ -102,7 +100,7 @@ def probe(
     """Makes the run folder of a model's probe alone, which is the same beside every prompt."""
     require("torch", "transformers")
     out = Path(out).absolute()
-    _check_place(out, force=force)
+    place.check(out, ours=_OURS, force=force)
     question = ask(model, tokens=[0], steps=0, progress=progress, note=note, **computed).probed()
     return _answered({out: question}, force=force, progress=progress, note=note)[out]
 
@@ -121,8 +119,10 @@ def _answered(
     with ExitStack() as stack:
         folders: dict[Path, Path] = {}
         for out in questions:
-            above = folders.get(out.parent)
-            folders[out] = above / out.name if above else stack.enter_context(_place(out, force))
+            if above := folders.get(out.parent):
+                folders[out] = above / out.name
+            else:
+                folders[out] = stack.enter_context(place.whole(out, ours=_OURS, force=force))
         progress("loading torch and transformers", 0, 1)
         from oracle import answer
 
@@ -319,61 +319,8 @@ def require(*packages: str) -> None:
             raise Refusal(f"{package} is not installed", remedy=install("oracle"))
 
 
-@contextmanager
-def _place(out: Path, force: bool) -> Iterator[Path]:
-    """An empty folder beside `out`: takes its place if the block succeeds, else is removed.
-
-    The block may remove it itself: then nothing takes the place of `out`.
-    """
-    with ExitStack() as stack:
-        with writing(out):
-            part, old = (
-                stack.enter_context(own_folder(out.parent, prefix=f".{out.name}.", suffix=suffix))
-                for suffix in (".part", ".old")
-            )
-        yield part
-        if part.exists():
-            _check_place(out, force=force)
-            _replace(part, out, old / "old")
-
-
-def _replace(part: Path, out: Path, old: Path) -> None:
-    try:
-        with writing(out):
-            if out.exists():
-                out.rename(old)
-            part.rename(out)
-    finally:
-        if old.exists() and not out.exists():
-            old.rename(out)
-
-
 def _check_apart(out: Path, probe: Path) -> None:
     """Refuses a place for the probe within the answer's folder, or around it."""
     if probe != out / PROBE and (probe.is_relative_to(out) or out.is_relative_to(probe)):
         expected = f"expected {out / PROBE} or a folder apart from {out}"
         raise Refusal(f"{probe}, {expected}", where="probe-out", remedy="choose another")
-
-
-def _check_place(out: Path, *, force: bool) -> None:
-    """Refuses a place that cannot be written, or that holds what the oracle did not make."""
-    another = "choose another"
-    above = next((path for path in out.parents if os.path.lexists(path)), None)
-    if above is None:
-        what = "the root of the file system, expected a new folder"
-        raise Refusal(what, where=out, remedy=another)
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = f"cannot be written, as {above} is {'read-only' if above.is_dir() else 'no folder'}"
-        raise Refusal(what, where=out, remedy=f"{another} folder")
-    if not os.path.isdir(out):
-        if os.path.lexists(out):
-            raise Refusal("exists and is no folder, expected a new one", where=out, remedy=another)
-        return
-    names = sorted(path.name for path in [*out.iterdir(), *(out / PROBE).glob("*")])
-    for name in names:
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in _OURS):
-            what = f"holds {name}, expected a new folder or one that the oracle made"
-            raise Refusal(what, where=out, remedy=another)
-    if names and not force:
-        remedy = f"replace them with --force or {another} folder"
-        raise Refusal("holds the oracle's files already", where=out, remedy=remedy)

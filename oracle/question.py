@@ -169,8 +169,8 @@ class Question(Inputs):
     def estimate(self, *others: Question) -> str:
         """One line: the sequences of this and other questions, and about what all will take."""
         asked = [self, *others]
-        seconds = _round(_IMPORTS + sum(one._seconds() for one in asked))
-        megabytes = _round(sum(one._bytes() for one in asked) / 1e6)
+        seconds = rough(_IMPORTS + sum(one._seconds() for one in asked))
+        megabytes = rough(sum(one._bytes() for one in asked) / 1e6)
         what = " and ".join(one._named() for one in asked)
         return f"oracle: {what}, about {seconds} s and {megabytes} MB on disk"
 
@@ -290,7 +290,7 @@ def _encode(
     return ids
 
 
-def _round(value: float) -> str:
+def rough(value: float) -> str:
     """Two digits: it is an estimate."""
     step = 10 ** max(0, math.floor(math.log10(max(value, 1.0))) - 1)
     return f"{max(1, round(value / step)) * step:,}"

@@ -152,7 +152,12 @@ def room() -> Path:
 
 @pytest.fixture(autouse=True)
 def _torch_and_mlx_never_meet() -> Iterator[None]:
+    _require_apart()  # before a test too, which would only show odd numbers
     yield
+    _require_apart()
+
+
+def _require_apart() -> None:
     if {"torch", "mlx.core"} <= sys.modules.keys():
         pytest.fail(
             "torch and mlx.core are loaded in one process: "

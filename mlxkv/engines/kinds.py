@@ -39,7 +39,11 @@ class BuiltIn:
 BUILT_IN: dict[str, BuiltIn] = {
     "KVCache": BuiltIn("mlx-lm", "mlx-lm's usual one"),
     "ConcatenateKVCache": BuiltIn("mlx-lm", "no spare rows: concatenates at each call"),
-    "ChunkedKVCache": BuiltIn("mlx-lm", "drops what lies before its chunk", {"size": 8192}),
+    "ChunkedKVCache": BuiltIn(
+        "mlx-lm",
+        "drops what lies before its chunk where a model asks it to, which a Llama does not",
+        {"size": 8192},
+    ),
     "RotatingKVCache": BuiltIn(
         "mlx-lm", "a window, and sinks", {"size": None, "keep": 0}, "window"
     ),

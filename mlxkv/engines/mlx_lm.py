@@ -101,7 +101,7 @@ class MlxLmRunner(PlanRunner):
     def recall(self, source: str, target: str, length: int) -> None:
         """By mlx-lm's LRUPromptCache."""
         cache, fed = self.caches[source], self.fed[source]
-        if not cache or len(fed[0]) > 1:
+        if not cache or not fed or len(fed[0]) > 1:
             raise Inexpressible("LRUPromptCache holds caches of one sequence")
         tokens = [token for rows in fed for token in rows[0]]
         with self._blamed("LRUPromptCache"):
@@ -111,7 +111,7 @@ class MlxLmRunner(PlanRunner):
     def fail(self, name: str, tokens: tuple[int, ...]) -> None:
         """The layer in the middle raises; then each layer is trimmed by what it took."""
         cache = self._ready(name, (tokens,))
-        before = [layer.offset for layer in cache or ()]
+        before = [prompt_cache.largest(layer) for layer in cache or ()]
         with suppress(BrokenOff), prompt_cache.broken_off(self.model):
             self._logits((tokens,), cache)
         with self._blamed("trim()"):

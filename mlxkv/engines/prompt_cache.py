@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -83,14 +84,13 @@ def trim(cache: list[Any], n: int, name: str, *, held: int | None = None) -> Non
         raise Inexpressible(f"{what} from a {name}")
 
 
-def trim_to(cache: list[Any], before: Sequence[Any], name: str) -> None:
-    """Every layer back to the `offset` that it had `before`.
+def trim_to(cache: list[Any], before: Sequence[int], name: str) -> None:
+    """Every layer back to the largest offset of a row that it had `before`.
 
     Not by `trim_prompt_cache`, which takes as much from layers that a broken call never reached.
     """
     for layer, offset in zip(cache, before, strict=True):
-        more = largest(layer.offset) - largest(offset)
-        if more > 0:
+        if (more := largest(layer) - offset) > 0:
             trim([layer], more, name)
 
 
@@ -139,6 +139,7 @@ def recalled(cache: list[Any], tokens: Sequence[int], length: int) -> list[Any]:
     except ImportError as error:
         raise Inexpressible("this mlx-lm has no LRUPromptCache") from error
     store, shared = LRUPromptCache(), list(tokens[:length])
+    length = len(shared)
     other = 1 if tokens[length : length + 1] == (0,) else 0
     store.insert_cache("model", list(tokens), copied(cache))
     found, rest = store.fetch_nearest_cache("model", [*shared, other])
@@ -194,7 +195,7 @@ def _plain(side: Any, dim: int) -> Any:
     if not all(isinstance(part, mx.array) and part.ndim == 4 for part in parts):
         return None
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] if mx.issubdtype(parts[0].dtype, mx.floating) else None
     if len(parts) != 3 or parts[0].dtype != mx.uint32:
         return None
     # dim * bits fill whole words of 32 bits, since groups are of 32 or more.
@@ -210,22 +211,30 @@ def said(layer: Any) -> int | None:
     import mlx.core as mx
 
     offset = getattr(layer, "offset", None)
-    if isinstance(offset, mx.array) and offset.ndim == 0:
+    if isinstance(offset, int) or (isinstance(offset, mx.array) and offset.ndim == 0):
         return int(offset)
-    return offset if isinstance(offset, int) else _size(layer)
+    return _told(partial(_size, layer))
 
 
-def _size(layer: Any) -> int | None:
+def _size(layer: Any) -> Any:
+    return layer.size()
+
+
+def _told(ask: Callable[[], Any]) -> int | None:
+    """What a cache says, or None where it has no such call, or fails in it."""
     try:
-        return int(layer.size())
+        return int(ask())
     except Exception:
         return None
 
 
-def largest(offset: Any) -> int:
-    """An offset, or the largest of those of a batch's rows."""
+def largest(layer: Any) -> int:
+    """A layer's offset, or the largest of those of a batch's rows; a number of its own, since
+    MLX's `+=` changes the very array that was asked for.
+    """
     import mlx.core as mx
 
+    offset = layer.offset
     return int(mx.max(offset)) if isinstance(offset, mx.array) else int(offset)
 
 
@@ -237,36 +246,27 @@ def facts(cache: list[Any], heads: tuple[int, int]) -> dict[str, Any]:
     from it. `rows`: those that it would give to attention; of several layers those of the layer
     that is furthest from `length`.
     """
-    length = said(cache[0]) if cache else None
-    rows = [held for layer in cache if (held := _held(layer, heads)) is not None]
+    length = _told(partial(said, cache[0])) if cache else None
+    rows = [held for layer in cache if (held := _told(partial(_held, layer, heads))) is not None]
     allocated = {id(array): array.nbytes for array in arrays_of(cache)}
     return {
         "length": length,
-        "size": _size(cache[0]) if cache else None,
-        "nbytes": _nbytes(cache),
+        "size": _told(partial(_size, cache[0])) if cache else None,
+        "nbytes": _told(lambda: sum(layer.nbytes for layer in cache)),
         "allocated": sum(allocated.values()),
         "rows": max(rows, key=lambda n: abs(n - (length or 0)), default=None),
     }
 
 
-def _nbytes(cache: list[Any]) -> int | None:
-    try:
-        return sum(int(layer.nbytes) for layer in cache)
-    except Exception:
-        return None
-
-
-def _held(layer: Any, heads: tuple[int, int]) -> int | None:
+def _held(layer: Any, heads: tuple[int, int]) -> int:
     """Rows that a layer would give to attention, by `keys_and_values()`, else by its state."""
-    try:
-        given = getattr(layer, "keys_and_values", None)
-        if not callable(given):
-            found = rows_of(layer, heads)
-            return None if found is None else int(found[0].shape[2])
+    if callable(given := getattr(layer, "keys_and_values", None)):
         keys = given()[0]
         return int((keys[0] if isinstance(keys, tuple | list) else keys).shape[2])
-    except Exception:
-        return None
+    keys, _ = rows_of(layer, heads) or (None, None)
+    if keys is None:
+        raise Inexpressible("its state shows no rows")
+    return int(keys.shape[2])
 
 
 _NO_ARRAYS = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)

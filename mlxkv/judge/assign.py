@@ -9,6 +9,7 @@ from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import Case, Probed
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
+from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -38,12 +39,15 @@ def assign(
     """Traces in the run's dtype, and those in float64, each by its plan's digest.
 
     `probe` is the run folder's own probe. Raises a Refusal where a trace is of no plan that is
-    judged, or is the second of one and does not say that it is a repeat.
+    judged, is the second of one and does not say that it is a repeat, or repeats the probe.
     """
     arithmetic = list(traces)
     mine, probed = _apart(case.manifest, probe, [t for t in arithmetic if not t.meta.repeat])
     exact, exact_probed = _apart(case.manifest, probe, algebra)
-    again, _ = _apart(case.manifest, probe, [t for t in arithmetic if t.meta.repeat])
+    again, unread = _apart(case.manifest, probe, [t for t in arithmetic if t.meta.repeat])
+    for trace in unread:
+        what = "a repeat of the probe's plan, expected one of the run folder's own"
+        raise Refusal(what, where=trace.label, remedy="leave it out")
     return Assigned(
         case=case,
         candidates=by_plan(case.manifest, mine),

@@ -13,7 +13,7 @@ import numpy as np
 from mlxkv.judge import layout
 from mlxkv.judge.case import CACHE
 from mlxkv.judge.layout import KINDS, Kind
-from mlxkv.judge.measure import Bools, beside, blocks, rows_of
+from mlxkv.judge.measure import Bools, beside, blocks
 from mlxkv.judge.result import Gate, GateName
 from mlxkv.judge.sequence import Judged
 from oracle.formats.tensors import Array
@@ -25,10 +25,19 @@ _DISTINCT = 4
 
 def finding(sequences: Sequence[Judged]) -> str:
     """The first that applies, "" if none: a clause without a full stop."""
-    for look in (_not_finite, _not_finite_cache, _changing, _coarse_logits, _coarse_cache):
+    for look in (_not_finite, _not_finite_cache, _repeats, _coarse_logits, _coarse_cache):
         for one in sequences:
             if words := look(one):
                 return words
+    return ""
+
+
+def changing(gates: Sequence[Gate]) -> str:
+    """What the gates say of a plan that was followed twice; "" if none differs from itself."""
+    for gate in (g for g in gates if g.name == GateName.REPEAT and g.failed):
+        how = "" if gate.limit == 0 else " by more than the noise"
+        what = f"plan {gate.plan}, followed twice, differs from itself{how}"
+        return f"results change from run to run: {what} (first at position {gate.first})"
     return ""
 
 
@@ -36,17 +45,44 @@ def _not_finite(one: Judged) -> str:
     names = (GateName.FINITE, GateName.ALGEBRA)
     wrong = [g for g in one.gates if g.failed and g.name in names and g.first is not None]
     exact = [g for g in wrong if g.name == GateName.ALGEBRA and not math.isfinite(g.value)]
-    found = [g for g in wrong if g.name == GateName.FINITE] or exact
+    arithmetic = [g for g in wrong if g.name == GateName.FINITE]
+    runs, how = (one.runs, "") if arithmetic else (one.exact, " in float64")
+    rows = {g.plan: _bad_rows(runs[g.plan], one.case.truth) for g in arithmetic or exact}
+    found = {plan: of for plan, of in rows.items() if of}
     if not found:
         return ""
-    gate = min(found, key=lambda g: g.first or 0)
-    runs, how = (one.exact, " in float64") if gate in exact else (one.runs, "")
-    position, plans = gate.first or 0, [g.plan for g in found]
-    row = runs[gate.plan].logits[rows_of(runs[gate.plan], [position])[0]]
-    most = max(g.value for g in found) if not how else 0
-    more = f" and of {most - 1:g} more" if most > 1 else ""
-    where = f"{_plans(one, plans)}{how}"
-    return f"the logits of position {position}{more} are {_kind(row)} in {where}"
+    return _where_not_finite(one, runs, found) + how
+
+
+def _where_not_finite(
+    one: Judged, runs: Mapping[str, Trace], found: Mapping[str, Mapping[int, str]]
+) -> str:
+    """The wrong rows of the plan that has the first of them, and of the others the same ones.
+
+    `found` says by plan and position what the rows are that are not finite.
+    """
+    bad = min(found.values(), key=min)
+    held = {plan: bad.keys() & set(runs[plan].positions.tolist()) for plan in found}
+    alike = [plan for plan, rows in found.items() if rows.keys() == held[plan]]
+    others = [plan for plan in found if plan not in alike]
+    more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+    kinds = " or ".join(sorted({kind for plan in alike for kind in found[plan].values()}))
+    where = _plans(one, alike)
+    if any(held[plan] != bad.keys() for plan in alike):
+        where += " that has them" if where.startswith("every") else ", where they have them"
+    also = f", and others are not finite in {_plans(one, others)}" if others else ""
+    return f"the logits of position {min(bad)}{more} are {kinds} in {where}{also}"
+
+
+def _bad_rows(run: Trace, truth: Trace) -> dict[int, str]:
+    """By position what the rows of logits are that are not finite."""
+    at, rows, _ = beside(run, truth)
+    found = {}
+    for part in blocks(len(at), run.logits.shape[1]):
+        logits = np.asarray(run.logits[rows[part]])
+        for i in np.flatnonzero(~np.isfinite(logits).all(axis=1)):
+            found[int(at[part][i])] = _kind(logits[i])
+    return found
 
 
 def _not_finite_cache(one: Judged) -> str:
@@ -77,13 +113,9 @@ def _kind(row: Array) -> str:
     return "NaN" if np.isnan(row).any() else "infinite"
 
 
-def _changing(one: Judged) -> str:
-    """What a plan that was followed twice says; where it failed nothing else need be the cause."""
-    for gate in (g for g in one.gates if g.name == GateName.REPEAT and g.failed):
-        how = "" if gate.limit == 0 else " by more than the noise"
-        what = f"{_plans(one, [gate.plan])}, followed twice, differs from itself{how}"
-        return f"results change from run to run: {what} (first at position {gate.first})"
-    return ""
+def _repeats(one: Judged) -> str:
+    """Where results change, nothing else need be the cause."""
+    return changing(one.gates)
 
 
 def _coarse_logits(one: Judged) -> str:
@@ -127,7 +159,7 @@ def _coarse_cache(one: Judged) -> str:
 
 def _plans(one: Judged, plans: Sequence[str]) -> str:
     if set(plans) == set(one.runs) and len(plans) > 1:
-        return "every plan"
+        return f"every plan of the {one.name}" if one.name else "every plan"
     named = [one.shown(plan) for plan in plans]
     return f"plan{'s' if len(named) > 1 else ''} {', '.join(named)}"
 

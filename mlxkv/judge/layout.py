@@ -33,6 +33,8 @@ Pairs = Literal["halves", "neighbours"]
 Tables = tuple[Array, Array]
 """cos and sin, each (n, D / 2), of the angles by which RoPE turns the pairs."""
 
+_AXES = ("heads", "positions", "channels")
+
 # A layout fits a head if the median row's error is at most this part of the row. Right ones read
 # 1e-7 in float32, 0.03 in bfloat16 (a tiny model of three layers); wrong ones 0.5 to 1.4, but keys
 # before RoPE, which turns the first rows little, 0.1 to 0.7 on six tokens or fewer.
@@ -74,17 +76,35 @@ class Layout:
 
     def words(self, found: Sequence[int], wanted: Sequence[int]) -> str:
         """What a reader is told of it, of arrays of the shape `found` instead of `wanted`."""
+        shaped = self.axes != (0, 1, 2) or tuple(found) != tuple(wanted)
+        plain = f"[{', '.join(_AXES)}]"
         said = {
-            f"as {list(found)} instead of {list(wanted)}": tuple(found) != tuple(wanted),
-            "with axes in another order": self.axes != (0, 1, 2) and tuple(found) == tuple(wanted),
+            f"as [{', '.join(self._named(found, wanted))}] instead of {plain}": shaped,
             "newest first": self.newest_first,
             "in Meta's order (neighbours make a pair)": self.stored == "neighbours",
             "in Hugging Face's order (halves make a pair)": self.stored == "halves",
             "before RoPE": self.unturned is not None,
             f"with heads in the order {', '.join(map(str, self.heads or ()))}": bool(self.heads),
-            f"times {self.scale:.6g}": self.scale != 1.0,
+            f"times {self.scale:.4g}": self.scale != 1.0,
         }
         return " and ".join(words for words, true in said.items() if true)
+
+    def _named(self, found: Sequence[int], wanted: Sequence[int]) -> list[str]:
+        """The axes of the shape `found` by the names of those of `wanted`, (K, n, D).
+
+        Lengths stand in for names if no run of the truth's axes is as long as one that is stored.
+        """
+        left = [axis for axis in self.axes if wanted[axis] > 1]
+        names = []
+        for length in found:
+            held, of = 1, list[str]()
+            while left and held < length:
+                held *= wanted[left[0]]
+                of.append(_AXES[left.pop(0)])
+            if held != length:
+                return [str(length) for length in found]
+            names.append(" x ".join(of) or "1")
+        return names
 
     def undo(self, array: Array, truth: Trace, kind: Kind) -> Array:
         """One layer's keys or values as stored, to (K, n, D) as the truth has them."""

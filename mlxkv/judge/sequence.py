@@ -29,8 +29,9 @@ from oracle.formats.trace import Trace
 class Judged:
     """The gates on one sequence, why they leave the verdict open, notes, and all they stand on.
 
-    `runs` are the traces measured in the run's dtype, `exact` those in float64, `repeats` those of
-    plans followed a second time. `name` is "probe" for the probe's sequence, else "".
+    `layouts` say how keys and values are kept, if not as the truth's are. `runs` are the traces
+    measured in the run's dtype, `exact` those in float64, `repeats` those of plans followed a
+    second time. `name` is "probe" for the probe's sequence, else "".
     """
 
     name: str
@@ -42,6 +43,7 @@ class Judged:
     measures: Mapping[str, Measures]
     gates: tuple[Gate, ...]
     reasons: tuple[str, ...]
+    layouts: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -87,10 +89,10 @@ def sequence(
     exact, exact_refused = admit(case, algebra, "float64")
     again, again_refused = admit(case, repeats, case.manifest.dtype)
     measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
-    gates, reasons, notes = _gates(yardstick, measures, runs, exact, again)
+    gates, reasons, layouts = _gates(yardstick, measures, runs, exact, again)
     refused += [*exact_refused, *(f"repeat: {reason}" for reason in again_refused)]
-    for plan, run in measures.items():
-        notes += _near(yardstick, _shown(name, plan), run)
+    refused += [_without_first(repeats[plan], plan) for plan in repeats if plan not in candidates]
+    near = [note for plan in runs for note in _near(yardstick, _shown(name, plan), measures[plan])]
     return Judged(
         name=name,
         yardstick=yardstick,
@@ -101,7 +103,8 @@ def sequence(
         measures=measures,
         gates=tuple(gates),
         reasons=(*refused, *reasons),
-        notes=tuple(notes),
+        layouts=tuple(layouts),
+        notes=tuple(near),
     )
 
 
@@ -112,7 +115,7 @@ def _gates(
     exact: Mapping[str, Trace],
     again: Mapping[str, Trace],
 ) -> tuple[list[Gate], list[str], list[str]]:
-    """All gates, what leaves the verdict open, and notes on the cache."""
+    """All gates, what leaves the verdict open, and how the cache is laid out."""
     case, logits = yardstick.case, list[Gate]()
     algebra = algebra_gates(yardstick, exact)
     of_exact, exact_odd = algebra_cache_gates(yardstick, exact, algebra)
@@ -120,9 +123,14 @@ def _gates(
         logits += logit_gates(yardstick, plan, run)
     changing, apart = repeat_gates(yardstick, runs, again)
     cached = cached_gate(yardstick, runs)
-    of_cache, odd, notes = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
+    of_cache, odd, layouts = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
     gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
-    return gates, [*exact_odd, *apart, *odd], notes
+    return gates, [*exact_odd, *apart, *odd], layouts
+
+
+def _without_first(repeat: Trace, plan: str) -> str:
+    what = f"{repeat.label}: a repeat (time {repeat.meta.repeat + 1}) without a first run"
+    return f"{what} of plan {plan}; give that trace too"
 
 
 def _shown(name: str, plan: str) -> str:

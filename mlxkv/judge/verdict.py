@@ -47,8 +47,9 @@ def judge(
     gates of `probe` join the others; if it was not run, `Verdict.unseen` says so.
     """
     exact = algebra or {}
-    about = subject(case.manifest, [*candidates.values(), *exact.values()])
-    main = sequence(case, candidates, exact, repeats or {})
+    again = repeats or {}
+    about = subject(case.manifest, [*candidates.values(), *exact.values(), *again.values()])
+    main = sequence(case, candidates, exact, again)
     if not isinstance(main, Judged):
         return Verdict("cannot tell", (), (), about, reasons=tuple(main), unseen=NOTHING)
     probed, doubts = _probed(case, probe)
@@ -128,8 +129,12 @@ def _of_all(sequences: Sequence[Judged]) -> list[str]:
 
 
 def _notes(sequences: Sequence[Judged]) -> list[str]:
-    """What each sequence's runs are said to be, once."""
-    return list(dict.fromkeys(note for one in sequences for note in one.notes))
+    """What is said of each sequence's runs, and once of how a cache is kept in both."""
+    main, *others = sequences
+    kept = [
+        f"{one.name}: {note}" for one in others for note in one.layouts if note not in main.layouts
+    ]
+    return [*main.layouts, *kept, *(note for one in sequences for note in one.notes)]
 
 
 def _named(one: Judged) -> list[Gate]:

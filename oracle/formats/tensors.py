@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,20 @@ def writer(path: Path, shapes: Shapes, *, meta_bytes: int = 2**16) -> Iterator[W
         with disk.writing(path):
             made = Writer(path, part, shapes, meta_bytes)
         yield made
+
+
+def write(path: Path, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> None:
+    """A file of arrays that are in memory."""
+    with writer(path, {name: (a.dtype.type, a.shape) for name, a in arrays.items()}) as out:
+        for name, array in arrays.items():
+            out.arrays[name][...] = array
+        out.finish(meta)
+
+
+def release(array: Array) -> None:
+    """Takes a mapped array's pages out of this process's memory; they are read again if needed."""
+    if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        array.base.madvise(mmap.MADV_DONTNEED)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -18,7 +18,6 @@ import numpy as np
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
-from oracle.formats.proofs import MEAN as PROOF_LIMITS
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 from oracle.pool import errors
@@ -70,19 +69,16 @@ def write(
     return trace.read(path)
 
 
-def proofs(
-    mean: Trace, members: Mapping[str, Trace], double: Array, *, dtype: str
-) -> dict[str, float]:
-    """The mean's proofs and limits; `double` (n, V) are transformers' float64 logits, the first."""
+def proofs(mean: Trace, members: Mapping[str, Trace], double: Array) -> dict[str, float]:
+    """The mean's proofs; `double` (n, V) are transformers' float64 logits, the first."""
     most = max(float(np.abs(mean.logits[rows]).max()) for rows in errors.blocks(mean.logits))
     require_signal(most, mean)
     apart = max(_apart(member.logits, mean.logits) for member in members.values())
-    measured = {
+    return {
         "members_apart": apart / most,
         "mean_double": _rms(double - mean.logits[: len(double)]) / most,
         "mean_max": most,
     }
-    return measured | {f"{name}_limit": limit for name, limit in PROOF_LIMITS[dtype].items()}
 
 
 def require_signal(most: float, measure: Trace) -> None:

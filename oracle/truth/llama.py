@@ -36,14 +36,21 @@ from oracle.truth.weights import EMBEDDING, NORM, Weights
 _BLOCK = 2**23  # float64 numbers in one block of scores or logits: 64 MB
 
 Sink = Callable[[int, dict[str, Tensor]], None]
+Maker = Callable[[Config, Mapping[str, Tensor], tuple[Tensor, Tensor]], "Layer"]
+Mask = Callable[[int, int, int], Tensor]
+"""Of a first token's position, rows and columns: see `hides`."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One way of following the sequence: its spans, and hidden states (n, E) between two layers."""
+    """One way of following the sequence: its spans, and hidden states (n, E) between two layers.
+
+    `maker` makes its layers (None: Layer does).
+    """
 
     spans: list[tuple[int, int]]
     hidden: Tensor
+    maker: Maker | None = None
 
 
 @torch.inference_mode()
@@ -56,36 +63,51 @@ def follow(
     shared: int = 0,
     taps: frozenset[str] = frozenset(),
     sink: Sink | None = None,
+    tables: tuple[Tensor, Tensor] | None = None,
+    makers: Mapping[str, Maker] | None = None,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
     """What enters the head, (n, E), for each way of cutting the sequence into segments.
 
     Every way but the first takes the first `shared` positions from it, where a segment must begin.
-    `sink` is given each layer's number and, of the first way, its `keys` (after RoPE) and `values`,
-    both (K, n, D), and the taps asked for, which need that way to be a single segment.
+    `makers` make the layers of ways that do not follow Layer. `sink` is given each layer's number
+    and, of the first way, its `keys` (after RoPE) and `values`, both (K, n, D), and the taps asked
+    for, which need that way to be a single segment. `tables` are those of `rope_tables` for all
+    tokens; None: they are made here.
     """
     n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
-    streams = {name: Stream(_spans(sizes, n), embedded.clone()) for name, sizes in segments.items()}
-    first, *others = streams.values()
-    for stream in others:
-        stream.spans = [span for span in stream.spans if span[0] >= shared]
+    first, *others = (streams := _streams(segments, embedded, shared, makers or {})).values()
     if taps and len(first.spans) > 1:
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
-    tables = rope_tables(config, n)
+    tables = tables or rope_tables(config, n)
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
-        layer = Layer(config, weights.layer(config, i), tables)
+        given = config, weights.layer(config, i), tables
         seen: dict[str, Any] = dict.fromkeys(taps)
-        whole = layer.run(first, seen)
+        whole = (first.maker or Layer)(*given).run(first, seen)
         if sink:
             kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
             sink(i, {k: v for k, v in kept.items() if v is not None})
         for stream in others:
-            layer.run(stream, {}, [array[:, :shared] for array in whole])
+            before = [array[:, :shared] for array in whole]
+            (stream.maker or Layer)(*given).run(stream, {}, before)
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
     norm = weights(NORM)
     return {n: rms_norm(s.hidden, norm, config.eps) for n, s in streams.items()}
+
+
+def _streams(
+    segments: Mapping[str, Sequence[int]],
+    embedded: Tensor,
+    shared: int,
+    makers: Mapping[str, Maker],
+) -> dict[str, Stream]:
+    streams = dict[str, Stream]()
+    for name, sizes in segments.items():
+        spans = [s for s in _spans(sizes, len(embedded)) if not streams or s[0] >= shared]
+        streams[name] = Stream(spans, embedded.clone(), makers.get(name))
+    return streams
 
 
 class Layer:
@@ -153,8 +175,19 @@ class Layer:
         return attend(queries, keys, values, start=start, seen=seen)
 
 
+def hides(start: int, rows: int, columns: int) -> Tensor:
+    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
+    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
+
+
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, *, start: int, seen: dict[str, Any] | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    start: int,
+    seen: dict[str, Any] | None = None,
+    hides: Mask = hides,
 ) -> Tensor:
     """Causal grouped-query attention (arXiv:2305.13245) of queries (H, L, D) at `start` and on.
 
@@ -174,11 +207,6 @@ def attend(
     if kept:
         _keep(seen or {}, scores=torch.cat(kept, dim=1))
     return torch.cat(mixed, dim=2).flatten(0, 1).transpose(0, 1).reshape(L, H * D)
-
-
-def hides(start: int, rows: int, columns: int) -> Tensor:
-    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
-    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | Tensor) -> Tensor:
@@ -275,19 +303,26 @@ def write_logits(
     step = max(1, _BLOCK // len(head))
     for start in range(0, len(first), step):
         rows = slice(start, start + step)
-        logits = first[rows] @ head.T
-        if not bool(torch.isfinite(logits).all()):
-            at = start if positions is None else positions[start]
-            what = f"logits of {name} at positions from {at} on are not finite"
-            raise Refusal(
-                f"{what}, expected finite ones", where="truth", remedy="check the weights"
-            )
+        at = start if positions is None else positions[start]
+        logits = logits_of(first[rows], head, name, at=at)
         out[rows] = logits.numpy()
         most = max(most, float(logits.abs().max()))
         for _, other in others:
             largest = (other[rows] @ head.T - logits).abs().max()
             apart = max(apart, float(largest.nan_to_num(nan=math.inf)))
     return most, apart
+
+
+def logits_of(hidden: Tensor, head: Tensor, name: str, *, at: int) -> Tensor:
+    """The logits (rows, V) of what enters the head (rows, E); a Refusal if one is not finite.
+
+    `at` is the position of the first row in the way `name`.
+    """
+    logits = hidden @ head.T
+    if not bool(torch.isfinite(logits).all()):
+        what = f"logits of {name} at positions from {at} on are not finite, expected finite ones"
+        raise Refusal(what, where="truth", remedy="check the weights")
+    return logits
 
 
 def _spans(sizes: Sequence[int], n: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oracle.truth.config import Config
 from oracle.truth.rope import LongRope, Yarn
+from oracle.truth.stored import affine
 from oracle.truth.weights import DTYPES, EMBEDDING, HEAD
 
 _THETAS = (10000.0, 500000.0, 1000000.0)
@@ -196,6 +197,7 @@ def _calls(spans: Spans) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _masks(spans: Spans) -> Iterator[tuple[str, str, View]]:
     start, stop, key, own = _calls(spans)
     several, later = stop - start > 1, start > 0
+    off = "a mask off by one in a call after the first"
     hidden = {
         ("no-mask", "no causal mask"): several & (key < 0),
         ("mask-ahead", "a mask off by one (each token sees the next)"): key > own + 1,
@@ -204,6 +206,8 @@ def _masks(spans: Spans) -> Iterator[tuple[str, str, View]]:
     chunks = {
         ("mask-offset", "a mask without its offset in a call after the first"): key > own - start,
         ("no-later-mask", "no mask in a call of several tokens after the first"): later & (key < 0),
+        ("later-mask-ahead", f"{off} (each token sees the next)"): key > own + 1,
+        ("later-mask-behind", f"{off} (no token sees itself)"): key >= own,
     }
     for where, masks in ((several, hidden), (several & later, chunks)):
         for (name, words), hides in masks.items():
@@ -286,14 +290,7 @@ def _eight_bits(tensor: Tensor) -> Tensor:
     """As MLX's affine quantisation does in groups of 64 along D, or of 32, or of all of it."""
     D = tensor.shape[-1]
     size = next((size for size in (64, 32) if D % size == 0), D)
-    groups = tensor.reshape(*tensor.shape[:-1], -1, size)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    edge = torch.where(low.abs() > high.abs(), low, high)
-    scale = ((high - low) / 255).clamp_min(1e-7) * torch.where(edge == low, 1.0, -1.0)
-    whole = (edge / scale).round()
-    scale = torch.where(whole != 0, edge / whole, scale)
-    bias = torch.where(whole != 0, edge, 0.0)
-    return (((groups - bias) / scale).round().clamp(0, 255) * scale + bias).reshape(tensor.shape)
+    return affine(tensor, bits=8, group_size=size)
 
 
 def _instead(key: str, value: float, right: float) -> str:

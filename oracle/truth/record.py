@@ -45,9 +45,9 @@ def write(
             for key, tensor in seen.items():
                 out.arrays[names[key].format(i)][...] = tensor.numpy()
 
-        ways: dict[str, Any] = {"segments": segments, "shared": shared, "taps": taps}
-        streams = llama.follow(weights, config, tokens, sink=sink, progress=progress, **ways)
         tables = llama.rope_tables(config, len(tokens))
+        ways: Any = {"segments": segments, "shared": shared, "taps": taps, "tables": tables}
+        streams = llama.follow(weights, config, tokens, sink=sink, progress=progress, **ways)
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
             out.arrays[name][...] = table.numpy()
         rows, head = {n: hidden[list(kept)] for n, hidden in streams.items()}, weights.head(config)

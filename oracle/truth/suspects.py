@@ -281,21 +281,24 @@ def columns(vocab: int) -> Array:
     return np.linspace(0, vocab - 1, min(vocab, COLUMNS)).round().astype(np.int32)
 
 
-def _listed(config: Config, suspects: list[Suspect], arrays: Mapping[str, Array]) -> list[int]:
-    """Which are written: no infinities, which are seen without a suspect, and each only once.
+def _listed(config: Config, suspects: list[Suspect], arrays: Mapping[str, Array]) -> dict[int, str]:
+    """Which are written, with their words: no infinities, which are seen without a suspect.
 
-    A change of weights or of attention that changes no logit is no mistake on this model.
+    A change of weights or of attention that changes no logit is no mistake on this model. Of those
+    that are the same here only the first is written, with the words of all.
     """
     errors = np.stack([arrays[name] for name in ("rms", "shift", "peak")], axis=1)
-    finite, found = np.isfinite(errors).all((1, 2)), list[int]()
+    finite, found = np.isfinite(errors).all((1, 2)), dict[int, str]()
     apart = _SAME * float(np.abs(arrays["logits"][finite]).max(initial=0.0))
     for i, suspect in enumerate(suspects):
         alike = [j for j in found if np.abs(errors[j] - errors[i]).max() <= apart]
         silent = np.abs(errors[i]).max() <= apart
-        again = any(suspects[j].plan == suspect.plan for j in alike) and not silent
+        again = [j for j in alike if suspects[j].plan == suspect.plan and not silent]
         idle = silent and suspect.config == config
+        for j in again[:1]:
+            found[j] += f", or {suspect.words}"
         if finite[i] and not again and not idle:
-            found.append(i)
+            found[i] = suspect.words
     return found
 
 
@@ -308,7 +311,7 @@ def _write(
     arrays: dict[str, Array],
 ) -> None:
     keep = _listed(config, suspects, arrays)
-    kept = {name: np.ascontiguousarray(array[keep]) for name, array in arrays.items()}
+    kept = {name: np.ascontiguousarray(array[list(keep)]) for name, array in arrays.items()}
     n = len(manifest.tokens)
     # What a change of theta makes of the frequencies, where it is not its plain power.
     near = llama.inverse_frequencies(replace(config, theta=config.theta * (1 + 1e-6)), n)
@@ -318,11 +321,7 @@ def _write(
         "frequencies": frequencies.numpy(),
         "powers": ((near / frequencies).log() / math.log1p(1e-6)).numpy(),
     }
-    shapes = {name: (array.dtype.type, array.shape) for name, array in kept.items()}
-    with tensors.writer(out / ARRAYS, shapes) as file:
-        for name, array in kept.items():
-            file.arrays[name][...] = array
-        file.finish({"format": FORMAT})
+    tensors.write(out / ARRAYS, kept, {"format": FORMAT})
     value = {
         "format": FORMAT,
         "inputs": run_folder.suspects_digest(manifest, plan),
@@ -330,8 +329,8 @@ def _write(
         "theta": config.theta,
         "sha256": disk.sha256(out / ARRAYS),
         "suspects": [
-            {"name": s.name, "words": s.words, "plan": s.plan, "rough": s.rough}
-            for s in (suspects[i] for i in keep)
+            {"name": s.name, "words": words, "plan": s.plan, "rough": s.rough}
+            for words, s in ((words, suspects[i]) for i, words in keep.items())
         ],
     }
     disk.write_text(out / "suspects.json", json.dumps(value, indent=1) + "\n")

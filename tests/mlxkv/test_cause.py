@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ import pytest
 from command import torch_python
 from mistaken import Array, Engine, causal
 
-from mlxkv.commands.compare.suspects import _plan
+from mlxkv.commands.compare.suspects import Suspects, _plan
 from mlxkv.judge import cause
 from mlxkv.judge.angles import estimate
 from mlxkv.judge.case import Case, read_case
@@ -139,6 +140,10 @@ def no_later_mask(start: int, own: Array, keys: Array, stop: int) -> Array:
     return causal(start, own, keys, stop) & (start == 0 or len(own) == 1)
 
 
+def in_later_calls(hides: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda start, *rest: (hides if start else causal)(start, *rest)
+
+
 def to_half(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float32)
 
@@ -163,6 +168,12 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "a mask off by one (no token sees itself)": {"hides": behind},
     "a mask without its offset in a call after the first": {"hides": offset},
     "no mask in a call of several tokens after the first": {"hides": no_later_mask},
+    "a mask off by one in a call after the first (each token sees the next)": {
+        "hides": in_later_calls(ahead)
+    },
+    "a mask off by one in a call after the first (no token sees itself)": {
+        "hides": in_later_calls(behind)
+    },
     "positions one too high after the first call": {
         "position": lambda start, own: own + (start > 0)
     },
@@ -466,6 +477,26 @@ def test_llama_32s_scaling_is_seen_or_said_to_be_unseen(
     verdict = judge(one.case, runs)
     assert verdict.outcome == "agree"
     assert "lost RoPE scaling" in one.unseen(runs)
+
+
+@pytest.mark.parametrize(
+    ("probe", "says"),
+    [
+        (None, "this run cannot see: "),
+        (object(), "these mistakes can show in the probe alone, if at all: "),
+    ],
+)
+def test_of_a_run_that_had_its_probe_nothing_is_said_that_the_probe_may_show(
+    known: Callable[..., Known], probe: object, says: str
+) -> None:
+    one = known("mild", "bfloat16", 12)
+    runs = in_dtype(one.run(rounded(one)), "bfloat16")
+    verdict = judge(one.case, runs)
+    suspects = Suspects(SimpleNamespace(case=one.case, probe=probe))  # type: ignore[arg-type]
+    suspects._known = {_plan(verdict): one.of(verdict)}
+    (note,) = suspects.explain(verdict, runs).notes[len(verdict.notes) :]
+    assert note.startswith(f"at 12 tokens in bfloat16 {says}")
+    assert "a cache in 8-bit precision" in note
 
 
 def test_a_mistake_that_one_plan_shows_is_seen(known: Callable[..., Known]) -> None:

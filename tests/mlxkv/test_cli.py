@@ -73,7 +73,11 @@ def test_a_right_port_agrees_in_every_scope_and_writes_its_report(compared: Path
     exact = {g["plan"] for g in verdict["gates"] if g["name"] == "algebra (float64)"}
     assert exact == {*ORDER, "probe full", "probe chunked"}
     lanes = [line for line in verdict["not_exercised"] if "float64" in line]
-    assert lanes == ["the first call of probe chunked in float64: another plan's serves for it"]
+    assert lanes == [
+        "3 of 6 growing prefixes in float64: "
+        "without a cache each is a run of its own; the run's dtype had all",
+        "the first call of probe chunked in float64: another plan's serves for it",
+    ]
     assert [g["plan"] for g in verdict["gates"] if g["name"] == "repeat"] == ["chunked"]
     assert all(g["ran"] and not g["failed"] for g in verdict["gates"])
     last = (compared / "stdout.txt").read_text().splitlines()[-1]

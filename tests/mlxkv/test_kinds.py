@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxkv.engines import kinds, port, process, runner
+from mlxkv.engines import kinds, port, process, prompt_cache, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.mlx_lm import MlxLmRunner, caches_for
 from oracle.formats import trace
@@ -200,7 +201,7 @@ def test_split_bits_are_those_of_mlx_lms_own_quantised_cache(model: Any) -> None
         ("SwitchedKVCache:bits=0,group_size=32", "bits is 0, expected one of 1, 2, "),
         ("QuantizedKVCache:bits=8", "group_size is 64, expected 32, which divides head_dim 32"),
         ("SplitKVCache:group_size=16", "group_size is 16, expected 32, which divides head_dim 32"),
-        ("StoredKVCache:dtype=float8", "dtype is float8, expected float16 or bfloat16"),
+        ("StoredKVCache:dtype=float8", "dtype is 'float8', expected one of float16, bfloat16"),
         ("RotatingKVCache:size=4,keep=4", "size is 4, expected 5 or more"),
         ("ChunkedKVCache:size=0", "size is 0, expected 1 or more"),
         ("port", "port:mode=guarded is no cache for mlx-lm's Llama"),
@@ -229,6 +230,72 @@ def test_a_files_kind_is_read_back_from_any_folder(
     kind = kinds.parse("mine.py:make", lossy="window")
     monkeypatch.chdir("/")
     assert kinds.parse(kind.text, lossy="window") == kind
+
+
+# What mlx-lm 0.32.2 gets wrong, so that a later one that gets it right is noticed.
+
+
+def filled(name: str, tokens: int = 4, dim: int = 64, **options: Any) -> Any:
+    import mlx.core as mx
+    from mlx_lm.models import cache
+
+    made, rows = getattr(cache, name)(**options), mx.ones((1, 2, tokens, dim))
+    made.update_and_fetch(rows, rows)
+    return made
+
+
+def test_quantised_groups_of_5_and_6_bits_do_not_fit_heads_of_128(model: Any) -> None:
+    assert filled("QuantizedKVCache", dim=64, bits=6).offset == 4
+    for bits in (5, 6):
+        with pytest.raises(ValueError, match="cannot be broadcast"):
+            filled("QuantizedKVCache", dim=128, bits=bits)
+
+
+def test_a_trim_of_all_layers_after_a_broken_call_takes_tokens_from_those_behind(
+    model: Any,
+) -> None:
+    from mlx_lm.models.cache import trim_prompt_cache
+
+    found = MlxLmRunner(model, Plan("p", (New("a"), *calls(10)))).run()
+    cache = found.caches["a"]
+    with suppress(runner.BrokenOff), prompt_cache.broken_off(model):
+        found._logits(((1, 2, 3),), cache)
+    assert [layer.offset for layer in cache] == [13, 10, 10]
+    trim_prompt_cache(cache, cache[0].offset - 10)
+    assert [layer.offset for layer in cache] == [10, 7, 7]
+
+
+def test_sinks_are_hidden_from_several_tokens_at_once(model: Any, whole: Any) -> None:
+    """A mask of max_size columns leaves no room for the first `keep`."""
+    kept, plain = (
+        rows(run(model, f"RotatingKVCache:size=8,keep={keep}", *calls(N))) for keep in (2, 0)
+    )
+    assert np.array_equal(kept, plain)
+    single, plain = (
+        rows(run(model, f"RotatingKVCache:size=8,keep={keep}", *calls(*[1] * N))) for keep in (2, 0)
+    )
+    assert np.abs(single - plain)[8:].max() > 0.1
+
+
+def test_a_class_that_mlx_lm_does_not_know_is_read_as_none_or_as_another(tmp_path: Path) -> None:
+    from mlx_lm.models import cache
+
+    class Mine(cache.KVCache):
+        """Another KVCache."""
+
+    file = str(tmp_path / "a.safetensors")
+    made = filled("KVCache")
+    made.__class__ = Mine
+    cache.save_prompt_cache(file, [made])
+    with pytest.raises(KeyError, match="Mine"):
+        cache.load_prompt_cache(file)
+    (found,) = prompt_cache.reloaded([made])
+    assert (type(found), found.offset) == (Mine, 4)
+    Mine.__name__ = "KVCache"
+    cache.save_prompt_cache(file, [made])
+    assert type(cache.load_prompt_cache(file)[0]) is cache.KVCache
+    assert type(prompt_cache.reloaded([made])[0]) is Mine
+    assert vars(cache)["KVCache"] is not Mine
 
 
 # The port, on the same steps.

@@ -42,6 +42,7 @@ from oracle.formats.trace import Meta, Trace
 HEADS = {"mha": (4, 8), "gqa": (2, 12), "mqa": (1, 16)}
 """By name K and D; where D is 12 it is not hidden / heads of any usual model."""
 DTYPES = ("float32", "bfloat16")
+PLAIN = "instead of [heads, positions, channels]"
 Stored = Callable[[Array], Array]
 
 
@@ -76,10 +77,14 @@ LAYOUTS: dict[str, tuple[str, Stored, str]] = {
     "newest values first": ("values", lambda a: a[:, ::-1], "newest first"),
     "values times 2": ("values", lambda a: a * 2, "times 2"),
     "keys scaled": ("keys", lambda a: a * -0.125, "times -0.125"),
-    "rows before heads": ("values", lambda a: a.swapaxes(0, 1), "as [24, "),
+    "rows before heads": ("values", lambda a: a.swapaxes(0, 1), "as [positions, "),
     "keys transposed": ("keys", lambda a: a.swapaxes(1, 2), "as ["),
     "channels first": ("values", lambda a: a.transpose(2, 0, 1), "as ["),
-    "heads side by side": ("values", lambda a: a.swapaxes(0, 1).reshape(N, -1), "as [24, "),
+    "heads side by side": (
+        "values",
+        lambda a: a.swapaxes(0, 1).reshape(N, -1),
+        "as [positions, heads x ",
+    ),
     "a batch of one": ("keys", lambda a: a[None], "as [1, "),
     "Meta's order, scaled": ("keys", lambda a: metas(a) * 0.5, "and times 0.5"),
     "before RoPE in Meta's order": ("keys", lambda a: metas(before_rope(a)), "and before RoPE"),
@@ -168,6 +173,28 @@ def test_every_layout_is_named_and_judged_and_a_changed_row_in_it_is_seen(
     assert {g.name for g in verdict.gates if g.failed} <= {f"{kind} worst row", f"{kind} 95%"}
     (worst,) = [g for g in verdict.gates if g.name == f"{kind} worst row"]
     assert (worst.position, worst.layer is not None) == (9, True)
+
+
+def test_a_layout_of_both_sequences_is_said_once_and_one_of_the_probe_is_said_to_be_its() -> None:
+    case, probe = make_case(), make_probe()
+    usual = probe.candidates["chunked"]
+
+    def notes(main: Stored, other: Stored) -> list[str]:
+        chunked = usual
+        for layer in range(LAYERS):
+            chunked = changed(chunked, f"kv/a/{layer:03d}/keys", other)
+        given = replace(probe, candidates=dict(probe.candidates) | {"chunked": chunked})
+        verdict = judge(case, stored(case, keys=main), probe=given)
+        assert (verdict.outcome, verdict.scopes) == ("agree", ("logits", "cache"))
+        return said(verdict)
+
+    def transposed(keys: Array) -> Array:
+        return 3 * keys.swapaxes(1, 2)
+
+    what = f"keys are kept as [heads, channels, positions] {PLAIN} and times 3"
+    note = f"{what}; compared after undoing that"
+    assert notes(transposed, transposed) == [note]
+    assert notes(lambda keys: keys, transposed) == [f"probe: {note}"]
 
 
 def before_rope_again(keys: Array) -> Array:
@@ -499,8 +526,8 @@ ENGINES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "transposed": (
         (STATE, "return self.keys.swapaxes(2, 3), self.values.swapaxes(1, 2)\n\n"),
         [
-            "keys are kept as [2, 8, 24] instead of [2, 24, 8]; compared after undoing that",
-            "values are kept as [24, 2, 8] instead of [2, 24, 8]; compared after undoing that",
+            f"keys are kept as [heads, channels, positions] {PLAIN}; compared after undoing that",
+            f"values are kept as [positions, heads, channels] {PLAIN}; compared after undoing that",
         ],
     ),
 }

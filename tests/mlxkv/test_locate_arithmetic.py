@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from synthetic import NOISE, Array, changed, make_candidates, make_case
 
-from mlxkv.commands.locate import hints
+from mlxkv.commands.locate import hints, page
 from mlxkv.commands.locate import place as locate
 from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import EQUAL, Layer
@@ -147,6 +147,27 @@ def test_a_plan_that_gives_other_numbers_a_second_time_is_said_to_do_so() -> Non
     assert {gate.name for gate in verdict.gates if gate.failed} == {"repeat"}
     found = locate.locate(CASE, verdict, arithmetic=RUNS)
     assert (found.outcome, found.layer, found.hint) == ("located", None, locate.AGAIN)
+
+
+def test_that_results_change_is_said_before_a_place_is_named() -> None:
+    size = 100 * NOISE["float32"]
+    step = noisier(RUNS["step"], "kv/a/001/keys", size, at=slice(1, 2))
+    again = replace(step, meta=replace(step.meta, repeat=1))
+    found = {}
+    for name, repeat in (("same", again), ("other", changed(again, "logits", lambda a: a * 2))):
+        runs = RUNS | {"step": step}
+        verdict = judge(CASE, runs, repeats={"step": repeat})
+        found[name] = locate.locate(CASE, verdict, arithmetic=runs)
+        assert (found[name].layer, found[name].tap, found[name].head) == (1, "keys", 1)
+    changes = "results change from run to run: plan step, followed twice, differs from itself "
+    assert (found["same"].changes, found["other"].changes) == (
+        None,
+        f"{changes}(first at position 0)",
+    )
+    lines = page.console(found["other"], CASE.manifest, engine="x", layers=3).splitlines()
+    assert lines[2] == f"repeats   {found['other'].changes}"
+    assert lines[-1].startswith("located, though results change from run to run: position 0, layer")
+    assert "results" not in page.console(found["same"], CASE.manifest, engine="x", layers=3)
 
 
 def test_an_error_that_grows_with_the_position_is_named() -> None:

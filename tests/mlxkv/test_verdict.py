@@ -88,7 +88,7 @@ def on_row(row: int, change: Callable[[Array], Array]) -> Callable[[Array], Arra
     return one
 
 
-def put(index: tuple[int, ...], value: float) -> Callable[[Array], Array]:
+def put(index: tuple[Any, ...], value: float) -> Callable[[Array], Array]:
     def one(a: Array) -> Array:
         a[index] = value
         return a
@@ -1116,6 +1116,23 @@ def test_a_repeat_that_cannot_be_compared_is_not_a_pass(doubt: str) -> None:
     assert reason in " / ".join(verdict.reasons)
 
 
+@pytest.mark.parametrize("runs", [{}, {k: t for k, t in RUNS.items() if k != "step"}])
+def test_a_repeat_without_a_first_run_is_said_in_one_line(runs: dict[str, Trace]) -> None:
+    verdict = assign(CASE, [*runs.values(), *again().values()]).judge()
+    assert (verdict.outcome, verdict.subject.engine) == ("cannot tell", "port")
+    assert phrases.sentence(verdict).startswith(
+        "cannot tell: port trace of plan 'step': a repeat (time 2) without a first run of plan "
+        "step; give that trace too"
+    )
+
+
+def test_a_repeat_of_the_probe_is_not_left_unread() -> None:
+    trace = PROBE.candidates["full"]
+    twice = replace(trace, meta=replace(trace.meta, repeat=1))
+    with pytest.raises(Refusal, match="a repeat of the probe's plan, expected one of the run f"):
+        assign(CASE, [*RUNS.values(), twice], probe=PROBE.case)
+
+
 def as_float16(a: Array) -> Array:
     return a.astype(np.float16).astype(np.float32)
 
@@ -1132,12 +1149,33 @@ def from_row(row: int, change: Callable[[Array], Array]) -> Callable[[Array], Ar
     return one
 
 
+def nan_at(*rows: int) -> Callable[[Trace], Trace]:
+    return lambda trace: changed(trace, "logits", put((list(rows), 3), np.nan))
+
+
+def with_plans(changes: Mapping[str, Callable[[Trace], Trace]]) -> Mapping[str, Trace]:
+    return RUNS | {plan: change(RUNS[plan]) for plan, change in changes.items()}
+
+
 FOUND: dict[str, tuple[Mapping[str, Trace], str]] = {
     "a NaN": (FAULTS["a NaN"][0], "the logits of position 7 are NaN in plan step"),
     "an infinity": (FAULTS["an infinity"][0], "the logits of position 7 are infinite in plan step"),
     "NaN everywhere": (
         on_all(lambda a: a * np.float32(np.nan)),
-        "the logits of position 0 and of 23 more are NaN in every plan",
+        "the logits of position 0 and of 23 more are NaN in every plan that has them",
+    ),
+    "NaN in the same rows of two plans": (
+        with_plans({plan: nan_at(9, 12) for plan in ("full", "chunked")}),
+        "the logits of position 9 and of 1 more are NaN in plans full, chunked",
+    ),
+    "other rows in another plan": (
+        with_plans({"full": nan_at(2, 3, 4), "step": nan_at(9, 12), "prefixes": nan_at(-1)}),
+        "the logits of position 2 and of 2 more are NaN in plan full, and others are not finite in "
+        "plans step, prefixes",
+    ),
+    "a NaN and an infinity": (
+        with_step(lambda t: changed(nan_at(9)(t), "logits", put((4, 3), np.inf))),
+        "the logits of position 4 and of 1 more are NaN or infinite in plan step",
     ),
     "a NaN in the cache": (
         FAULTS["a NaN in the cache"][0],
@@ -1176,6 +1214,13 @@ def test_what_the_numbers_themselves_show_is_named(fault: str) -> None:
     verdict = judge(CASE, runs, algebra=EXACT)
     assert (verdict.outcome, verdict.found) == ("differ", words)
     assert phrases.sentence(verdict).split(": ", 1)[1].startswith(words or "first wrong position")
+
+
+def test_what_is_so_in_the_whole_probe_is_said_of_the_probe_alone() -> None:
+    wrong = {plan: nan_at(3)(trace) for plan, trace in PROBE.candidates.items()}
+    verdict = judge(CASE, RUNS, algebra=EXACT, probe=Probed(PROBE.case, wrong, PROBE.algebra))
+    position = int(PROBE.case.truth.positions[3])
+    assert verdict.found == f"the logits of position {position} are NaN in every plan of the probe"
 
 
 def test_a_float64_run_of_float32_numbers_is_named() -> None:

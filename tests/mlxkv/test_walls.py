@@ -453,12 +453,13 @@ def test_a_half_that_is_killed_is_a_failure_and_the_other_still_runs(tests: Path
     assert (code, [half for half, *_ in ran]) == (137, ["mlxkv", "oracle"])
 
 
-def test_torch_beside_mlx_fails_the_test_after_which_they_met(tests: Path) -> None:
-    write_half(
-        tests, "mlxkv", "sys.modules['torch'] = sys.modules['mlx.core'] = types.ModuleType('x')"
-    )
+def test_torch_beside_mlx_fails_the_test_after_which_they_met_and_runs_no_other(
+    tests: Path,
+) -> None:
+    meet = "sys.modules['torch'] = sys.modules['mlx.core'] = types.ModuleType('x')"
+    write_half(tests, "mlxkv", f"{meet}\n\ndef test_next():\n    print('RAN next')")
 
-    code, _, output = pytest_in(tests, "tests/mlxkv")
+    code, ran, output = pytest_in(tests, "tests/mlxkv")
 
-    assert code == 1
-    assert "torch and mlx.core are loaded in one process" in output
+    assert (code, [name for name, *_ in ran]) == (1, ["mlxkv"])
+    assert output.count("Failed: torch and mlx.core are loaded in one process: ") == 2

@@ -1,9 +1,25 @@
+import shutil
+
 import pytest
 
 import oracle
 from oracle.formats.disk import alone
 from oracle.formats.run_folder import read_manifest
 from oracle.model import checkpoint
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A tiny Llama's folder, which nobody changes."""
+    import models  # it needs torch, and not every file does
+
+    return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "gqa"))
+
+
+@pytest.fixture
+def copy(kept, tmp_path):
+    """A copy, to be changed, of the run folder that a file makes as `kept`."""
+    return shutil.copytree(kept, tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

@@ -266,9 +266,7 @@ def a_manifest() -> tuple[Path, dict[str, Any]]:
         },
         proofs={
             "truth_agreement": 1e-14,
-            "truth_agreement_limit": 1e-10,
             "transformers_double": 1e-8,
-            "transformers_double_limit": 1e-6,
         },
         generated=[3],
         pool=["sdpa-step"],

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import models
 import numpy as np
 import pytest
@@ -53,38 +54,6 @@ def weights(heads: int, kv_heads: int, *, tied: bool = True) -> dict[str, np.nda
     }
 
 
-def stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """GGUF's name and rows: of each head of q and k, row 2i is the first half's row i, row 2i + 1
-    the second half's.
-    """
-    if "q_proj" in name or "k_proj" in name:
-        order = [
-            h * HEAD + i + half * HEAD // 2
-            for h in range(len(array) // HEAD)
-            for i in range(HEAD // 2)
-            for half in (0, 1)
-        ]
-        array = array[order]
-    words = [
-        ("model.layers.", "blk."),
-        ("self_attn.o_proj", "attn_output"),
-        ("self_attn.q_proj", "attn_q"),
-        ("self_attn.k_proj", "attn_k"),
-        ("self_attn.v_proj", "attn_v"),
-        ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", "ffn_norm"),
-        ("mlp.gate_proj", "ffn_gate"),
-        ("mlp.up_proj", "ffn_up"),
-        ("mlp.down_proj", "ffn_down"),
-        ("model.embed_tokens", "token_embd"),
-        ("model.norm", "output_norm"),
-        ("lm_head", "output"),
-    ]
-    for hf, ours in words:
-        name = name.replace(hf, ours)
-    return name, array
-
-
 METADATA: dict[str, Any] = {
     "llama.block_count": LAYERS,
     "llama.context_length": 128,
@@ -100,34 +69,9 @@ METADATA: dict[str, Any] = {
 
 
 def write(
-    path: Path,
-    arrays: dict[str, np.ndarray],
-    metadata: dict[str, Any] = METADATA,
-    *,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    extra: dict[str, np.ndarray] | None = None,
-    architecture: str = "llama",
+    path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any] = METADATA, **options: Any
 ) -> Path:
-    out = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        if isinstance(value, bool):
-            out.add_bool(key, value)
-        elif isinstance(value, int):
-            out.add_uint32(key, value)
-        elif isinstance(value, float):
-            out.add_float32(key, value)
-        elif isinstance(value, list):
-            out.add_array(key, value)
-        elif value is not None:
-            out.add_string(key, value)
-    for name, array in [stored(*item) for item in arrays.items()] + list((extra or {}).items()):
-        used = kind if array.ndim == 2 else GGMLQuantizationType.F32
-        out.add_tensor(name, gguf.quants.quantize(array, used), raw_dtype=used)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
-    return path
+    return gguf_files.write(path, arrays, metadata, head_dim=HEAD, **options)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])

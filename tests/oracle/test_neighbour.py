@@ -15,7 +15,7 @@ from neighbours import MODELS, PROMPT, TOKENS, VOCAB
 from safetensors.torch import load_file, save_file
 
 from oracle import folder
-from oracle.formats import run_folder, trace
+from oracle.formats import proofs, run_folder, trace
 from oracle.formats.disk import alone
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import require_llama, resolve
@@ -133,16 +133,14 @@ def test_runs_that_are_bitwise_equal_count_once(made, tmp_path):
 def test_a_member_that_computes_something_else_fails_the_proof(made):
     members, run = pool(made / "runs" / "qwen2"), made / "runs" / "qwen2"
     found = trace.read(run / "mean.safetensors")
-    right = mean.proofs(found, members, np.asarray(found.logits), dtype="float32")
-    assert right["members_apart"] <= right["members_apart_limit"]
+    right, limits = mean.proofs(found, members, np.asarray(found.logits)), proofs.MEAN["float32"]
+    assert right["members_apart"] <= limits["members_apart"]
     wrong = trace.Trace(
         members["eager-step"].meta, {"logits": members["eager-step"].logits * np.float32(1.0001)}
     )
-    odd = mean.proofs(
-        found, members | {"eager-step": wrong}, found.logits * 1.0001, dtype="float32"
-    )
-    assert odd["members_apart"] > odd["members_apart_limit"]
-    assert odd["mean_double"] > odd["mean_double_limit"]
+    odd = mean.proofs(found, members | {"eager-step": wrong}, found.logits * 1.0001)
+    assert odd["members_apart"] > limits["members_apart"]
+    assert odd["mean_double"] > limits["mean_double"]
 
 
 def test_a_kind_of_attention_that_is_not_the_models_own_is_left_out(copied, tmp_path, monkeypatch):
@@ -180,8 +178,9 @@ def test_greedy_tokens_are_the_models_own(copied, tmp_path):
 
 
 def test_half_precision_has_its_own_limits(copied, tmp_path):
-    proofs = asked(copied("qwen3"), tmp_path, dtype="bfloat16").proofs
-    assert 1e-4 < proofs["members_apart"] <= proofs["members_apart_limit"] == 5e-2
+    measured = asked(copied("qwen3"), tmp_path, dtype="bfloat16").proofs
+    limits = proofs.MEAN["bfloat16"]
+    assert 1e-4 < measured["members_apart"] <= limits["members_apart"] == 5e-2
     folder.check(tmp_path / "run")
 
 

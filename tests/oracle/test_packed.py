@@ -173,7 +173,7 @@ def test_scales_and_biases_are_rounded_to_the_runs_dtype_and_what_they_unpack_to
 
 def proof(checkpoint: Checkpoint, dtype: str) -> float:
     """The truth's second proof, as a share of its limit."""
-    from oracle.answer import PROOF_LIMITS
+    from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 
     config, weights = config_of(checkpoint), Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, TOKENS, segments={"full": [len(TOKENS)]})

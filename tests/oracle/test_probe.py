@@ -25,20 +25,10 @@ ASKED = {"tokens": [5, 6, 7, 8, 9], "steps": 3, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(models.make(tmp_path_factory.mktemp("models") / "tiny", "gqa"))
-
-
-@pytest.fixture(scope="module")
 def kept(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("oracle") / "run"
     oracle.run(model, out=out, **ASKED)
     return out
-
-
-@pytest.fixture
-def copy(kept, tmp_path):
-    return shutil.copytree(kept, tmp_path / "copy")
 
 
 def test_the_probe_holds_the_models_own_tokens_in_two_plans_and_some_rows(kept):

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from oracle import folder
-from oracle.answer import PROOF_LIMITS
 from oracle.formats.errors import Refusal
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.truth import llama as truth

@@ -356,10 +356,16 @@ def test_a_mistake_at_the_borders_of_calls_is_listed_for_its_plan_alone(made, tm
     assert [s["name"] for s in chunked if s["plan"] == "full"] == masks
     assert [s["name"] for s in chunked if s["plan"] == "chunked"] == [
         *(f"{name}-chunked" for name in ("no-mask", "mask-ahead", "mask-behind")),
-        *(f"{name}-chunked" for name in ("mask-offset", "no-later-mask")),
+        *(f"{name}-chunked" for name in ("mask-offset", "no-later-mask", "later-mask-behind")),
         *(f"position-{name}-chunked" for name in ("high", "low", "zero")),
         *(f"cache-held-{to}-chunked" for to in ("float16", "bfloat16", "8-bit")),
     ]
+    # The later call has two tokens, so with either mistake its first sees the second.
+    (words,) = (s["words"] for s in chunked if s["name"] == "no-later-mask-chunked")
+    assert words == (
+        "no mask in a call of several tokens after the first, or a mask off by one in a call after "
+        "the first (each token sees the next)"
+    )
 
 
 def test_what_changes_no_number_is_no_mistake_and_what_is_the_same_twice_is_one(tmp_path):

@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oracle.answer import PROOF_LIMITS
 from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import judged_plans
+from oracle.formats.proofs import TRUTH as PROOF_LIMITS
 from oracle.model.checkpoint import resolve
 from oracle.pool import reference
 from oracle.question import ask
@@ -337,6 +337,25 @@ def test_the_trace_holds_every_tap_asked_for(checkpoints, tmp_path):
     torch.testing.assert_close(
         final @ weights.head(config).T, torch.tensor(made.logits), rtol=0, atol=1e-14
     )
+
+
+def test_the_trace_has_the_very_tables_that_the_sequence_was_followed_with(
+    checkpoints, tmp_path, monkeypatch
+):
+    right, made = record.llama.rope_tables, []
+
+    def tables(config, n):
+        made.append(right(config, n))
+        return made[-1]
+
+    monkeypatch.setattr(record.llama, "rope_tables", tables)
+    weights = Weights(checkpoints["gqa"], dtype="float32")
+    config, plan = checked(checkpoints["gqa"]), judged_plans(TOKENS, prompt=5)["full"]
+    record.write(tmp_path / "t.safetensors", weights, config, plan=plan, segments={"full": [N]})
+    ((cos, sin),) = made
+    stored = trace.read(tmp_path / "t.safetensors").arrays
+    np.testing.assert_array_equal(stored["rope/cos"], cos)
+    np.testing.assert_array_equal(stored["rope/sin"], sin)
 
 
 def test_a_weight_that_its_dtype_cannot_hold_is_refused_before_anything_runs(tmp_path):

@@ -15,6 +15,7 @@ from mlxkv.engines.process import Finished
 from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
+from mlxkv.port.config.rope import Rope
 from oracle.formats import run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -91,19 +92,39 @@ def ask(requests: Sequence[Request]) -> Answers:
     keys = first.ignore_keys
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
     _require_fits(first.cache, checkpoint)
-    beyond = ""
+    beyond, original = "", None
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
         # What the port refuses must not cost a run of the oracle first.
-        beyond = LlamaConfig.of(checkpoint).rope.beyond
+        rope = LlamaConfig.of(checkpoint).rope
+        beyond, original = rope.beyond, _original(rope)
     questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    probe = None if first.quick else oracle.probe_beside(questions[0])
+    probe = None if first.quick else _probe(questions[0], original)
     # The first is asked with the probe, so that one process makes both.
     asked = [
         _asked(request, question, probe if request is first else None)
         for request, question in zip(requests, questions, strict=True)
     ]
     return Answers(tuple(answer for answer, _ in asked), asked[0][1])
+
+
+def _original(rope: Rope) -> int | None:
+    """The length beyond which RoPE has other factors, None if it has the same at every length."""
+    return rope.original_max_position_embeddings if rope.rope_type == "longrope" else None
+
+
+def _probe(question: oracle.Question, original: int | None) -> oracle.Question | None:
+    """What is asked of the model's probe; None where there is none.
+
+    The oracle refuses a cache that is filled on both sides of longrope's original length. It is not
+    asked in vain, as no answer would be kept and each comparison would ask again.
+    """
+    probe = oracle.probe_beside(question)
+    if probe is None or original is None or not probe.prompt_tokens <= original < len(probe.tokens):
+        return probe
+    both = f"{probe.prompt_tokens} of its {len(probe.tokens)} tokens come first"
+    say(f"oracle: no probe, as {both}, and beyond {original} longrope has other factors")
+    return None
 
 
 def _asked(

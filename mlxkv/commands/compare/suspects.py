@@ -6,7 +6,7 @@ Where the runs agree and nothing was judged in float64, they name what these run
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mlxkv.commands.compare.follow import Runs
@@ -40,8 +40,12 @@ class Suspects:
             return verdict
         suspects = self._of(_plan(verdict))
         if agree:
-            note = _unseen(verdict, suspects, case, traces)
-            return replace(verdict, notes=(*verdict.notes, *note))
+            if isinstance(suspects, str):
+                unseen = [f"what this run cannot see was not looked for: {suspects}"]
+            else:
+                blind = cause.blind(case, traces, verdict.gates, suspects)
+                unseen = _unseen(blind, case, probed=self.runs.probe is not None)
+            return replace(verdict, notes=(*verdict.notes, *unseen))
         unsought = f"the cause was not looked for: {suspects}"
         found = unsought if isinstance(suspects, str) else cause.find(case, traces, suspects)
         if isinstance(found, str):
@@ -95,13 +99,13 @@ def _plan(verdict: Verdict) -> str:
     return (cached[0] if plans is failed else cached[-1]) if cached else "full"
 
 
-def _unseen(
-    verdict: Verdict, suspects: cause.Suspects | str, case: Case, traces: Mapping[str, Trace]
-) -> list[str]:
-    if isinstance(suspects, str):
-        return [f"what this run cannot see was not looked for: {suspects}"]
-    unseen = cause.blind(case, traces, verdict.gates, suspects)
+def _unseen(blind: Sequence[str], case: Case, *, probed: bool) -> list[str]:
+    """A note on the mistakes that the case's own tokens could not show.
+
+    Of the probe, if there was one, it was not looked for which it shows.
+    """
+    whose = "this run cannot see"
+    if probed:
+        whose = "these mistakes can show in the probe alone, if at all"
     at = f"at {case.length} tokens in {case.manifest.dtype}"
-    probed = any(gate.ran and gate.plan.startswith("probe") for gate in verdict.gates)
-    whose = "without its probe this run" if probed else "this run"
-    return [f"{at} {whose} cannot see: {', '.join(unseen)}"] if unseen else []
+    return [f"{at} {whose}: {', '.join(blind)}"] if blind else []

@@ -45,7 +45,8 @@ class Located:
     are all layers that are wrong by themselves, of which `layer` is the first; empty where that was
     not tested, since each layer must be fed the truth's input for it. `heads` are the wrong heads,
     of which `head` is the first, None where every head is wrong. `cause` is the usual
-    mistake that explains the difference, where one was found.
+    mistake that explains the difference, where one was found. `changes` says of a plan that was
+    followed twice how it differs from itself, if it does: another run may show another place.
     """
 
     outcome: Found
@@ -60,6 +61,7 @@ class Located:
     heads: tuple[int, ...] = ()
     hint: str | None = None
     cause: str | None = None
+    changes: str | None = None
     rows: tuple[TapRow, ...] = ()
     strip: Strip | None = None
     reasons: tuple[str, ...] = ()

@@ -44,7 +44,9 @@ def sentence(found: Located) -> str:
         found.tap,
         f"head {found.head}" if found.head is not None else None,
     ]
-    return f"located: {', '.join(name for name in places if name is not None) or 'no place'}"
+    though = ", though results change from run to run" if found.changes else ""
+    place = ", ".join(name for name in places if name is not None) or "no place"
+    return f"located{though}: {place}"
 
 
 def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str, str]]:
@@ -56,7 +58,8 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
         kind = f": {found.kind}" if found.kind and found.tap is None and found.layer is None else ""
         position = f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
     heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
-    rows = [
+    rows = [("repeats", found.changes)] if found.changes else []
+    rows += [
         ("plan", found.plan or "-"),
         ("position", position),
         ("layer", _layers(found, layers)),

@@ -20,6 +20,7 @@ from mlxkv.commands.locate.layers import EQUAL, HEADED, WALK, Layer, count
 from mlxkv.commands.locate.opened import Opened
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
+from mlxkv.judge.finding import changing
 from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict
 from oracle.formats.trace import Trace
@@ -160,7 +161,8 @@ def _worst(rows: Sequence[TapRow]) -> tuple[TapRow, ...]:
 def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
     """Plan, position and what kind of fault starts there."""
     first = verdict.first_wrong
-    base = replace(base, outcome="located", plan=failing_plan(verdict))
+    changes = changing(verdict.gates) or None
+    base = replace(base, outcome="located", plan=failing_plan(verdict), changes=changes)
     if first is None:
         return base
     at = replace(base, position=first.position, token=first.token, kind=kind(case, first))

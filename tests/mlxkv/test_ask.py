@@ -1,0 +1,42 @@
+"""What of a comparison the oracle is asked at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from mlxkv.commands.compare import ask
+from mlxkv.engines import oracle
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+
+
+class Asked(Exception):
+    """The oracle was asked; nothing is computed."""
+
+
+@pytest.mark.parametrize(
+    ("original", "has"), [(52, True), (53, False), (63, False), (64, True), (None, True)]
+)
+def test_no_probe_is_asked_for_whose_cache_would_lie_on_both_sides_of_longropes_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, original: int | None, has: bool
+) -> None:
+    """Its first call has 53 of 64 tokens. The oracle would refuse it, at each comparison anew."""
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, **FACTORS}
+    changes = {} if original is None else {"rope_scaling": scaling}
+    folder = models.save(tmp_path / "model", models.config("gqa", **changes))
+    found: list[Any] = []
+
+    def ask_both(question: oracle.Question, probe: oracle.Question | None, **_: Any) -> None:
+        found.append(probe)
+        raise Asked
+
+    monkeypatch.setattr(oracle, "ask_both", ask_both)
+    monkeypatch.setattr(oracle, "require_torch", lambda **_: None)
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(Asked):
+        ask.ask([ask.Request(model=str(folder), tokens=(1, 2, 3), steps=2)])
+    assert [probe is not None for probe in found] == [has]
