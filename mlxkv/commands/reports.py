@@ -193,6 +193,11 @@ def _result(value: Any) -> str:
         return (
             "a correct run is beyond a limit" if beyond else "every correct run within every limit"
         )
+    if "caches" in value:
+        lives = [life for one in value["caches"] for life in one["lives"].values()]
+        wrong = sum(life["behaviour"] == "silently wrong" for life in lives)
+        news = len(value["surprises"])
+        return f"{wrong} of {len(lives)} lives silently wrong, {news or 'none'} of them news"
     if "surprises" in value:
         odd = len(value["surprises"])
         return f"{odd} systems not as documented" if odd else "all as documented"

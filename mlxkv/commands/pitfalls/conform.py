@@ -13,7 +13,7 @@ from mlxkv.commands.pitfalls import ask, cachepage, known, run
 from mlxkv.commands.pitfalls.ask import Request
 from mlxkv.commands.pitfalls.behaviour import Right
 from mlxkv.commands.pitfalls.caches import Caches, Column
-from mlxkv.commands.pitfalls.lives import Talks, straight
+from mlxkv.commands.pitfalls.lives import STEPS_LEAST, Talks, straight
 from mlxkv.commands.pitfalls.scenarios import Setting
 from mlxkv.commands.pitfalls.straight import DITHERS, Talk, left_at, rows_of
 from mlxkv.commands.pitfalls.trial import Trial
@@ -47,6 +47,9 @@ class CacheRequest(Request):
 
     def __post_init__(self) -> None:
         ask.Request.__post_init__(self)
+        if self.steps < STEPS_LEAST:
+            what = f"--steps {self.steps} with --cache: expected at least {STEPS_LEAST}"
+            raise Refusal(what, remedy="a cache lives as long as that")
         if ALL in self.caches and self.lossy:
             what = f"--lossy {self.lossy} with --cache {ALL}: expected it for a cache of your own"
             raise Refusal(what, remedy="leave one of them out")
