@@ -206,6 +206,11 @@ def _result(value: Any) -> str:
     if "measured" in value:
         away = sum(bool(one.get("known")) and not one["known"]["met"] for one in value["measured"])
         return f"{away} caches away from their known answers"
+    if "caches" in value:
+        lives = [life for one in value["caches"] for life in one["lives"].values()]
+        wrong = sum(life["behaviour"] == "silently wrong" for life in lives)
+        news = len(value["surprises"])
+        return f"{wrong} of {len(lives)} lives silently wrong, {news or 'none'} of them news"
     if "surprises" in value:
         odd = len(value["surprises"])
         return f"{odd} systems not as documented" if odd else "all as documented"

@@ -90,6 +90,7 @@ def test_a_window_of_ones_own_is_measured(model: Path, tmp_path: Path) -> None:
         (("--cache", "KVCachee"), "--cache: 'KVCachee', expected FILE.py:make"),
         (("--cache", "all", "--lossy", "window"), "--lossy window with --cache all"),
         (("--lossy", "window"), "--lossy window: expected it beside --cache"),
+        (("--cache", "KVCache", "--steps", "13"), "--steps 13 with --cache: expected at least 14"),
         (("--cache", "QuantizedKVCache:group_size=128"), "which divides head_dim 64"),
         (("--cache", "KVCache", "--lossy", "window"), "KVCache is known"),
         (("--cache", f"{OWN}:make_nothing"), "gave 0 caches, expected a list of 3"),

@@ -14,7 +14,9 @@ from mlxkv.commands import diff
 from mlxkv.commands import reports as parts
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Prompt
+from mlxkv.commands.pitfalls import conform
 from mlxkv.commands.pitfalls import run as pitfalls
+from mlxkv.commands.pitfalls.caches import Caches
 from mlxkv.commands.selftest import calibrate as calibrating
 from mlxkv.commands.selftest import run as selftesting
 from mlxkv.commands.selftest.faults import FAULTS
@@ -40,6 +42,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
         ),
     )
     patch.setattr(pitfalls, "run", matrix)
+    patch.setattr(conform, "tried", few(model))
     patch.setattr(selftesting, "run", trials(model))
     patch.setattr(calibrating, "run", calibration(model))
 
@@ -51,6 +54,18 @@ Request, Asked, Tried, Calibrated = (
     calibrating.run,
 )
 matrix = cache(pitfalls.run)
+every = conform.tried
+
+
+@cache
+def few(model: str) -> Callable[..., Caches]:
+    request = conform.CacheRequest(
+        model=model,
+        tokens=(3, 7, 11, 2, 19),
+        other_tokens=(3, 7, 11, 5, 19),
+        caches=("KVCache", "ConcatenateKVCache"),
+    )
+    return cache(lambda _: every(request))
 
 
 @cache
@@ -89,6 +104,8 @@ def test_writing_them_again_changes_nothing(reports: Path) -> None:
     before = contents(reports)
     each = ["compare.json", "compare.md", "compare.svg"]
     inside = [
+        "caches.json",
+        "caches.md",
         "calibration.json",
         "calibration.md",
         *each,
@@ -114,6 +131,7 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
     (path,) = reports.glob("*/*/compare.md")
     machine = path.parent.name
     said = {
+        "caches": ("caches.md", "8 of 46 lives silently wrong, none of them news"),
         "calibration": ("calibration.md", "every correct run within every limit"),
         "compare": ("compare.md", "agree (algebra, logits, cache)"),
         "compare, long": ("long/compare.md", "agree (algebra, logits, cache)"),

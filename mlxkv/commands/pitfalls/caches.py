@@ -62,7 +62,6 @@ class Column:
             "lives": {one.life: self._life(one) for one in self.came},
             "noise": self.noise,
             "says": {**self.facts, "fed": self.fed},
-            "environment": self.environment,
         }
 
     def _life(self, one: Came) -> dict[str, Any]:
@@ -127,5 +126,6 @@ class Caches:
             "not_for_this_model": self.without,
             "surprises": [(column.kind.name, one.life) for column, one in self.surprises],
             "exit_code": self.exit_code,
+            "environment": {column.kind.name: column.environment for column in self.columns},
         }
         return dict(plain(value))

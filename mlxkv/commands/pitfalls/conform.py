@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mlxkv.commands.pitfalls import ask, cachepage, known, run
 from mlxkv.commands.pitfalls.ask import Request
 from mlxkv.commands.pitfalls.behaviour import Right
 from mlxkv.commands.pitfalls.caches import Caches, Column
-from mlxkv.commands.pitfalls.lives import Talks, straight
+from mlxkv.commands.pitfalls.lives import STEPS_LEAST, Talks, straight
 from mlxkv.commands.pitfalls.scenarios import Setting
 from mlxkv.commands.pitfalls.straight import DITHERS, Talk, left_at, rows_of
 from mlxkv.commands.pitfalls.trial import Trial
@@ -47,6 +47,9 @@ class CacheRequest(Request):
 
     def __post_init__(self) -> None:
         ask.Request.__post_init__(self)
+        if self.steps < STEPS_LEAST:
+            what = f"--steps {self.steps} with --cache: expected at least {STEPS_LEAST}"
+            raise Refusal(what, remedy="a cache lives as long as that")
         if ALL in self.caches and self.lossy:
             what = f"--lossy {self.lossy} with --cache {ALL}: expected it for a cache of your own"
             raise Refusal(what, remedy="leave one of them out")
@@ -191,6 +194,24 @@ def _window(follow: Follow, kind: Kind, talks: Talks, truths: Mapping[str, Talk]
     return None
 
 
+class Files(Mapping[str, Trace]):
+    """Traces in files, each read when it is asked for: hundreds of them have too many arrays to be
+    open at once.
+    """
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self.paths = paths
+
+    def __getitem__(self, name: str) -> Trace:
+        return trace.read(self.paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
 @dataclass(frozen=True, slots=True)
 class Follow:
     """Runs plans on caches of one group, in a process of their own; files lie in `room`."""
@@ -201,7 +222,7 @@ class Follow:
 
     def __call__(
         self, group: Sequence[Kind], asked: Mapping[str, Sequence[Plan]], *, dither: int = 0
-    ) -> dict[str, dict[str, Trace]]:
+    ) -> dict[str, Files]:
         """The traces by key, which is "c" and the kind's number in the group, and plan's name."""
         out = self.room / f"{dither}-{len(list(self.room.glob('*')))}"
         out.mkdir(parents=True)
@@ -219,10 +240,12 @@ class Follow:
             dither,
         )
         return {
-            key: {
-                plan.name.removeprefix(f"{key}-"): trace.read(out / f"{plan.name}.safetensors")
-                for plan in some
-            }
+            key: Files(
+                {
+                    plan.name.removeprefix(f"{key}-"): out / f"{plan.name}.safetensors"
+                    for plan in some
+                }
+            )
             for key, some in named.items()
         }
 

@@ -69,6 +69,8 @@ _WINDOW = ("ends", "ends-chunks", "wide", "late", "late-trim", "late-saved", "la
 """Those that only a window has."""
 _BLOCKS = 264
 """Tokens across the 256 rows in which caches grow."""
+STEPS_LEAST = 14
+"""Tokens after each prompt that the longest of the lives without a window takes, and one more."""
 _BEFORE = 2
 """Single tokens after the prompt before something happens to the cache."""
 
