@@ -516,3 +516,12 @@ def test_the_built_in_text_is_long_enough_for_the_default_run(
 ) -> None:
     found = ask.passage(ask.Request(), default_checkpoint)
     assert (found.length, len(found.tokens)) == (1024, 1280)
+
+
+def test_the_default_run_is_announced_with_less_than_12_minutes(
+    default_checkpoint: Checkpoint,
+) -> None:
+    fed, asked = ask.passage(ask.Request(), default_checkpoint), variants.default()
+    specs = [one.known for one in asked if one.known]
+    probed = run._probe(asked, default_checkpoint, fed)
+    assert 300 < run._seconds(default_checkpoint, fed, asked, specs, probed) < 720
