@@ -154,11 +154,7 @@ def follow(
     check_run(dtype, threads)
     complete(cache, TRANSFORMERS)
     found = [plans.read(path) for path in plan_files]
-    names = [plan.name for plan in found]
-    for name in sorted(names):
-        if names.count(name) > 1:
-            what = f"{name} is the name of more than one, expected one trace a name"
-            raise Refusal(what, where="plans", remedy="rename one")
+    _require_names(found)
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     require_llama(checkpoint)
     check_range(checkpoint, dtype)
@@ -174,6 +170,15 @@ def follow(
         written.append(out / f"{plan.name}.safetensors")
         trace.write(written[-1], made.meta, made.arrays)
     return written
+
+
+def _require_names(found: Sequence[plans.Plan]) -> None:
+    """Refuses plans of one name, whose traces would be one file."""
+    names = [plan.name for plan in found]
+    for name in sorted(names):
+        if names.count(name) > 1:
+            what = f"{name} is the name of more than one, expected one trace a name"
+            raise Refusal(what, where="plans", remedy="rename one")
 
 
 def check(folder: Path | str) -> Manifest:

@@ -141,7 +141,7 @@ def recalled(cache: list[Any], tokens: Sequence[int], length: int) -> list[Any]:
     store, shared = LRUPromptCache(), list(tokens[:length])
     length = len(shared)
     other = 1 if tokens[length : length + 1] == (0,) else 0
-    store.insert_cache("model", list(tokens), copied(cache))
+    store.insert_cache("model", list(tokens), cache)
     found, rest = store.fetch_nearest_cache("model", [*shared, other])
     served = length + 1 - len(rest)
     if found is None or served != length:

@@ -187,6 +187,25 @@ def test_what_is_no_cache_for_each_layer_is_one_line(
     assert error.value.where == "mine.py:make"
 
 
+def test_a_clone_is_the_caches_own_copy_where_it_has_one(
+    model: Any, kind: Callable[..., kinds.Kind]
+) -> None:
+    shared = OWN + "\n    def copy(self):\n        return self\n" + MAKE
+    found = run(model, kind(shared), Call("a", TOKENS[:5]), Clone("a", "b"), Call("b", (1,)))
+    assert found.says()["caches"]["a"]["length"] == 6  # the copy is none, and that is seen
+
+
+def test_rows_that_only_some_layers_show_are_not_judged(
+    model: Any, kind: Callable[..., kinds.Kind]
+) -> None:
+    some = MAKE.replace("return [", "Own.n = 0\n    made = [").rstrip() + (
+        "\n    made[1].__class__ = type('Mute', (Own,), {'state': None})\n    return made\n"
+    )
+    found = run(model, kind(OWN + some), Call("a", TOKENS[:5]))
+    assert found.outcomes[1].error is None
+    assert not any(name.startswith("kv/") for name in found.arrays())
+
+
 @pytest.mark.parametrize("raises", ["raise OSError('gone')", "raise SystemExit(3)", "1 / 0"])
 def test_what_raises_in_a_call_is_that_steps_error(
     model: Any, kind: Callable[..., kinds.Kind], raises: str
@@ -284,7 +303,7 @@ def test_a_right_cache_of_ones_own_agrees_and_its_rows_are_judged(
     assert said["cache"] == "mine.py:make"
     assert len(said["sha256 of mine.py"]) == 64
     assert "caches" not in said
-    assert sorted(verdict["took"]) == ["mlx-lm with mine.py:make", "oracle"]
+    assert {"mlx-lm with mine.py:make", "oracle"} <= set(verdict["took"])
 
 
 def test_a_cache_that_shows_nothing_is_judged_by_logits_and_one_that_raises_not_at_all(

@@ -45,6 +45,12 @@ class CacheRequest(Request):
     caches: tuple[str, ...] = ()
     lossy: Lossy = ""
 
+    def __post_init__(self) -> None:
+        ask.Request.__post_init__(self)
+        if ALL in self.caches and self.lossy:
+            what = f"--lossy {self.lossy} with --cache {ALL}: expected it for a cache of your own"
+            raise Refusal(what, remedy="leave one of them out")
+
     @property
     def kinds(self) -> list[Kind]:
         """Each once."""
@@ -52,7 +58,7 @@ class CacheRequest(Request):
         for text in self.caches:
             names = known.EVERY if text == ALL else (text,)
             for name in names:
-                one = kinds.parse(name, lossy="" if text == ALL else self.lossy)
+                one = kinds.parse(name, lossy=self.lossy)
                 found[one.name] = one
         return list(found.values())
 
