@@ -72,8 +72,7 @@ def follow(
     Every way but the first takes the first `shared` positions from it, where a segment must begin.
     `makers` make the layers of ways that do not follow Layer. `sink` is given each layer's number
     and, of the first way, its `keys` (after RoPE) and `values`, both (K, n, D), and the taps asked
-    for, which need that way to be a single segment. `tables` are those of `rope_tables` for all
-    tokens; None: they are made here.
+    for, which need that way to be a single segment. `tables` are `rope_tables` of all tokens.
     """
     n, embedded = len(tokens), weights(EMBEDDING, rows=torch.tensor(tokens))  # [n, E]
     first, *others = (streams := _streams(segments, embedded, shared, makers or {})).values()
@@ -89,8 +88,7 @@ def follow(
             kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
             sink(i, {k: v for k, v in kept.items() if v is not None})
         for stream in others:
-            before = [array[:, :shared] for array in whole]
-            (stream.maker or Layer)(*given).run(stream, {}, before)
+            (stream.maker or Layer)(*given).run(stream, {}, [a[:, :shared] for a in whole])
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
     norm = weights(NORM)
@@ -175,11 +173,6 @@ class Layer:
         return attend(queries, keys, values, start=start, seen=seen)
 
 
-def hides(start: int, rows: int, columns: int) -> Tensor:
-    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
-    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
-
-
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -187,11 +180,11 @@ def attend(
     *,
     start: int,
     seen: dict[str, Any] | None = None,
-    hides: Mask = hides,
+    mask: Mask | None = None,
 ) -> Tensor:
     """Causal grouped-query attention (arXiv:2305.13245) of queries (H, L, D) at `start` and on.
 
-    Over keys and values (K, S, D), to (L, H * D).
+    Over keys and values (K, S, D), to (L, H * D). Another `mask` stands in for `hides`.
     """
     (H, L, D), (K, S, _) = queries.shape, keys.shape
     grouped = queries.reshape(K, H // K, L, D)
@@ -200,13 +193,18 @@ def attend(
     for first in range(0, L, rows):
         block = grouped[:, :, first : first + rows]  # [K, G, rows, D]
         scores = block @ keys[:, None].transpose(-1, -2) / math.sqrt(D)  # [K, G, rows, S]
-        hidden = hides(first + start, block.shape[2], S)
+        hidden = (mask or hides)(first + start, block.shape[2], S)
         mixed.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ values[:, None])
         if seen and "scores" in seen:
             kept.append(scores.masked_fill(hidden, 0.0).flatten(0, 1))
     if kept:
         _keep(seen or {}, scores=torch.cat(kept, dim=1))
     return torch.cat(mixed, dim=2).flatten(0, 1).transpose(0, 1).reshape(L, H * D)
+
+
+def hides(start: int, rows: int, columns: int) -> Tensor:
+    """The causal mask (rows, columns): True if the token at start + row may not see that key."""
+    return torch.arange(columns) > torch.arange(start, start + rows)[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | Tensor) -> Tensor:

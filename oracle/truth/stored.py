@@ -100,8 +100,8 @@ class Layer(llama.Layer):
             if not bool(torch.isfinite(new).all()):
                 what = "keys or values become infinite, expected a dtype that holds them"
                 raise Refusal(what, where=f"--stored {self.spec.name}", remedy="leave it out")
-        hides = partial(band, self.spec) if isinstance(self.spec, Window) else llama.hides
-        return llama.attend(queries, keys, values, start=start, seen=seen, hides=hides)
+        mask = partial(band, self.spec) if isinstance(self.spec, Window) else None
+        return llama.attend(queries, keys, values, start=start, seen=seen, mask=mask)
 
 
 def _kept(spec: Spec) -> tuple[_Keep, _Keep]:

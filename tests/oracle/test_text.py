@@ -431,7 +431,7 @@ def test_an_architecture_without_a_truth_is_refused_in_one_line(ids, tmp_path):
     model = models.make(tmp_path / "m", "mha", model_type="qwen2", architectures=None)
     code, _, stderr = oracle(model, "--ids", ids, "--out", tmp_path / "o")
     assert (code, len(stderr.splitlines())) == (2, 1)
-    assert "model_type is 'qwen2', expected 'llama'" in stderr
+    assert "model_type is 'qwen2', expected 'llama'; judge mlx-lm on it with " in stderr
 
 
 def test_torch_that_is_missing_is_named(model, ids, tmp_path, monkeypatch):
