@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -191,6 +191,24 @@ def _window(follow: Follow, kind: Kind, talks: Talks, truths: Mapping[str, Talk]
     return None
 
 
+class Files(Mapping[str, Trace]):
+    """Traces in files, each read when it is asked for: hundreds of them have too many arrays to be
+    open at once.
+    """
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self.paths = paths
+
+    def __getitem__(self, name: str) -> Trace:
+        return trace.read(self.paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
 @dataclass(frozen=True, slots=True)
 class Follow:
     """Runs plans on caches of one group, in a process of their own; files lie in `room`."""
@@ -201,7 +219,7 @@ class Follow:
 
     def __call__(
         self, group: Sequence[Kind], asked: Mapping[str, Sequence[Plan]], *, dither: int = 0
-    ) -> dict[str, dict[str, Trace]]:
+    ) -> dict[str, Files]:
         """The traces by key, which is "c" and the kind's number in the group, and plan's name."""
         out = self.room / f"{dither}-{len(list(self.room.glob('*')))}"
         out.mkdir(parents=True)
@@ -219,10 +237,12 @@ class Follow:
             dither,
         )
         return {
-            key: {
-                plan.name.removeprefix(f"{key}-"): trace.read(out / f"{plan.name}.safetensors")
-                for plan in some
-            }
+            key: Files(
+                {
+                    plan.name.removeprefix(f"{key}-"): out / f"{plan.name}.safetensors"
+                    for plan in some
+                }
+            )
             for key, some in named.items()
         }
 
