@@ -75,8 +75,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def truth(checkpoint: Checkpoint, room: Path) -> Path:
-    return oracle.text_folder(checkpoint, TOKENS, SPECS, fresh=False)
+def truth(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLXKV_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return oracle.text_folder(checkpoint, TOKENS, SPECS, fresh=False)
 
 
 Read = Callable[[str], tuple[scoring.Facts, Rows]]
@@ -443,7 +445,7 @@ def test_the_json_is_strict_and_has_null_for_what_was_not_seen() -> None:
     assert value["measured"][-1]["failed"] == "rows of 48, expected 64"
 
 
-def test_the_pareto_line_has_what_nothing_smaller_beats_and_no_rounded_weights() -> None:
+def test_the_pareto_line_has_what_nothing_smaller_beats() -> None:
     names = [one.variant.name for one in picture.pareto(cost().shown)]
     assert names == ["float32", "float16", "8 bits", "6 bits", "4 bits", "2 bits"]
 
@@ -464,7 +466,7 @@ def asked(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., tuple[Any, An
     def run(*given: object) -> tuple[Any, Any]:
         ids = ",".join(map(str, TOKENS[:100]))
         line = ["cost", checkpoint.folder, "--tokens", ids, "--decode", 10, "--out", tmp_path]
-        done = mlxkv(*line, *given)
+        done = mlxkv(*line, *given, env={"MLXKV_CACHE": str(tmp_path / "cache")})
         found = tmp_path / "cost.json"
         return done, json.loads(found.read_text()) if found.exists() else None
 
@@ -501,7 +503,10 @@ def test_a_group_that_no_head_fills_is_a_line_and_nothing_else_measured_is_exit_
     assert "128" in value["measured"][1]["failed"]
 
 
-def test_the_truth_is_kept_and_only_what_is_missing_is_added(checkpoint: Checkpoint) -> None:
+def test_the_truth_is_kept_and_only_what_is_missing_is_added(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path))
     tokens = TOKENS[:50]
     first = oracle.text_folder(checkpoint, tokens, ["float16"], fresh=False)
     stamp = (first / "truth.safetensors").stat().st_mtime_ns
@@ -509,6 +514,9 @@ def test_the_truth_is_kept_and_only_what_is_missing_is_added(checkpoint: Checkpo
     assert first == second
     assert (first / "truth.safetensors").stat().st_mtime_ns == stamp
     assert set(text.read(first).stored) == {"float16", "bfloat16"}
+    (first / "truth.safetensors").write_bytes(b"")
+    third = oracle.text_folder(checkpoint, tokens, ["float16"], fresh=False)
+    assert text.read(third).logits.shape == (50, VOCAB)
 
 
 def test_the_built_in_text_is_long_enough_for_the_default_run(
@@ -516,3 +524,12 @@ def test_the_built_in_text_is_long_enough_for_the_default_run(
 ) -> None:
     found = ask.passage(ask.Request(), default_checkpoint)
     assert (found.length, len(found.tokens)) == (1024, 1280)
+
+
+def test_the_default_run_is_announced_with_less_than_12_minutes(
+    default_checkpoint: Checkpoint,
+) -> None:
+    fed, asked = ask.passage(ask.Request(), default_checkpoint), variants.default()
+    specs = [one.known for one in asked if one.known]
+    probed = run._probe(asked, default_checkpoint, fed)
+    assert 300 < run._seconds(default_checkpoint, fed, asked, specs, probed) < 720

@@ -143,6 +143,8 @@ def _ratio(found: Known | None, digits: int) -> str:
 
 
 def _pair(value: Value, digits: int) -> list[str]:
+    if np.isnan(value.mean):
+        return ["-", "-"]  # the text's last token is followed by none
     if value.mean >= 1e4:
         return [number(value.mean), number(value.error)]
     return [f"{value.mean:.{digits}f}", f"{value.error:.{digits}f}"]

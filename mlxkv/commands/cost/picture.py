@@ -53,12 +53,9 @@ def kl_against_bytes(cost: Cost) -> str:
 
 
 def pareto(shown: Sequence[Measured]) -> list[Measured]:
-    """Of the variants whose cost is their cache's alone, those that none is smaller than at no
-    more KL, from the largest to the smallest.
-    """
-    left = [one for one in shown if one.variant.rounds_cache_alone]
+    """The variants that none is smaller than at no more KL, from the largest to the smallest."""
     found: list[Measured] = []
-    for one in sorted(left, key=lambda one: (one.per_token, one.all.mean_kld.mean)):
+    for one in sorted(shown, key=lambda one: (one.per_token, one.all.mean_kld.mean)):
         if not found or one.all.mean_kld.mean < found[-1].all.mean_kld.mean:
             found.append(one)
     return found[::-1]
