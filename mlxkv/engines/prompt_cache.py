@@ -138,6 +138,10 @@ def recalled(cache: list[Any], tokens: Sequence[int], length: int) -> list[Any]:
         from mlx_lm.models.cache import LRUPromptCache
     except ImportError as error:
         raise Inexpressible("this mlx-lm has no LRUPromptCache") from error
+    # A cache that is right need not have what the store alone asks of it.
+    for name in ("nbytes", "is_trimmable"):
+        if lacks := next((type(one).__name__ for one in cache if not hasattr(one, name)), ""):
+            raise Inexpressible(f"class {lacks} has no {name}, which LRUPromptCache asks for")
     store, shared = LRUPromptCache(), list(tokens[:length])
     length = len(shared)
     other = 1 if tokens[length : length + 1] == (0,) else 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +124,19 @@ def test_the_engine_that_readme_describes_is_the_one_that_help_names() -> None:
     assert "`mlxkv compare --engine FILE.py:load` judges your own MLX model" in README
     (engine,) = [option for option in cli.commands["compare"].params if option.name == "engine"]
     assert engine.metavar == "[port|mlx-lm|FILE.py:load]"  # type: ignore[attr-defined]
+
+
+def test_the_cache_of_thirty_lines_behaves(tmp_path: Path) -> None:
+    text = block("python", "class Int8Cache")
+    (tmp_path / "test_mine.py").write_text(block("python", "assert_cache_behaves"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    codes, said = [], ""
+    for version in (text, text.replace("self.offset -= n", "self.offset -= n + 1")):
+        (tmp_path / "mine.py").write_text(version)
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        codes.append(done.returncode)
+        said = done.stdout
+    assert codes == [0, 1]
+    assert "trim" in said
+    assert len(text.splitlines()) <= 32
