@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(
-    ["compare", "pitfalls", "caches", "prompts", "long", "selftest", "calibration"]
+    ["compare", "pitfalls", "caches", "prompts", "long", "cost", "selftest", "calibration"]
 )
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
@@ -253,6 +253,54 @@ def pitfalls(caches: tuple[str, ...], lossy: Any, **options: Any) -> Callable[..
 
 @cli.command()
 @_model
+@option("--text", "A UTF-8 text file to measure on  [default: a built-in one]", type=FOLDER)
+@option("--tokens", "The text as token ids.", type=Listed(whole))
+@option(
+    "--cache",
+    "Beside the full cache only this one (may be given again): a name of `mlxkv pitfalls`, "
+    "FILE.py:make or module:function.",
+    into="caches",
+    metavar="CACHE",
+    multiple=True,
+)
+@option(
+    "--lossy",
+    "What a cache of your own keeps less of.",
+    type=click.Choice(["quantised", "window"]),
+)
+@option(
+    "--known",
+    "What a cache of your own is meant to keep, as `mlxkv-oracle text --stored` takes it.",
+    metavar="SPEC",
+)
+@option(
+    "--variants",
+    "Without --cache: which caches.",
+    into="chosen",
+    type=click.Choice(["default", "all"]),
+    default="default",
+)
+@option("--length", "Tokens that go in chunks  [default: 1024]", type=ONE_OR_MORE)
+@option("--chunk", "Tokens of a chunk.", type=ONE_OR_MORE, default=64)
+@option("--decode", "Tokens after them, one by one  [default: 256]", type=Whole(0))
+@option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True)
+@_device
+@_report("the figures")
+def cost(**options: Any) -> Callable[..., Report]:
+    """Measure what a smaller cache costs on a text, against the float64 truth.
+
+    KL, perplexity, kept tokens, bytes and speed of mlx-lm's Llama on caches that keep fewer bits or
+    fewer rows, beside float32's own noise. Nothing is judged as right. Exit code 0 when measured,
+    1 where a cache is away from what the oracle computes for one that keeps just that.
+    """
+    from mlxkv.commands.cost.ask import Request
+    from mlxkv.commands.cost.run import report
+
+    return partial(report, Request(**options))
+
+
+@cli.command()
+@_model
 @_run
 @_report("what was found")
 def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report]:
@@ -397,8 +445,8 @@ def store() -> None:
 def list_store(as_json: bool) -> None:
     """List what is kept, with sizes and ages, the newest last.
 
-    Converted models, the oracle's answers and suspects, hashes of weights, and what runs work in
-    or have left where they were killed. Ages are those of the last use, or of the making.
+    Converted models, the oracle's answers, suspects and texts, hashes of weights, and what runs
+    work in or have left where they were killed. Ages are those of the last use, or of the making.
     """
     from mlxkv.commands import store as room
 
@@ -410,7 +458,7 @@ def list_store(as_json: bool) -> None:
     "--kind",
     "Only this kind; may be given again  [default: all]",
     into="kinds",
-    type=click.Choice(["models", "oracle", "suspects", "fingerprints", "runs"]),
+    type=click.Choice(["models", "oracle", "suspects", "texts", "fingerprints", "runs"]),
     multiple=True,
 )
 @option("--older-than", "Only what is older, such as 90m, 12h, 30d or 2w.", metavar="AGE")

@@ -22,9 +22,14 @@ from mlxkv.report.text import clip
 FACTOR = 2.0
 FREE = {"environment", "position", "token", "layer", "head", "headroom", "worst"}
 FREE |= {"nmse_db", "cosine", "kl"}
-WORST_PLAN = {"mlxkv-calibrate/1": {"run", "plan"}, "mlxkv-prompts/1": {"plan"}}
-"""By format what names the run or plan in which a value was worst; elsewhere `plan` names a row."""
-COUNTS = {"top1_equal", "top5_equal", "distinct_members", "peak"}
+WORST_PLAN = {
+    "mlxkv-calibrate/1": {"run", "plan"},
+    "mlxkv-prompts/1": {"plan"},
+    "mlxkv-cost/1": {"prefill_speed", "decode_speed", "errors", "apart", "mean_dp", "rates"},
+}
+"""By format what names the run or plan in which a value was worst (elsewhere `plan` names a row);
+of costs the speeds, and what lies about 0."""
+COUNTS = {"top1_equal", "top5_equal", "distinct_members", "peak", "decisive_flips"}
 """Whole numbers that rounding decides, or what MLX needs in passing."""
 WORDS = {"gate", "tap", "hint", "notes"}
 """Words that follow from numbers; whether a run agreed or a trial passed stands beside them."""

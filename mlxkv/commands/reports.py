@@ -12,6 +12,8 @@ from mlxkv.commands.compare import many, page, prompts
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
 from mlxkv.commands.compare.page import Compared
+from mlxkv.commands.cost import run as cost
+from mlxkv.commands.cost.ask import Request as Measurements
 from mlxkv.commands.pitfalls import conform
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
@@ -78,6 +80,12 @@ def _caches(device: str, _: Sequence[trace.Trace]) -> Made:
     return Made(caches.model, caches.environment, conform.cache_files(caches, commands=commands))
 
 
+def _cost(device: str, _: Sequence[trace.Trace]) -> Made:
+    done = cost.run(Measurements(device=device))
+    files = cost.files(done, commands=["mlxkv cost", f"{COMMAND} --only cost"])
+    return Made(done.model, done.environment["mlx-lm"], files)
+
+
 def _selftest(_: str, __: Sequence[trace.Trace]) -> Made:
     done = selftest.run(selftest.Request())
     files = selftest.selftest_files(done, commands=["mlxkv selftest", f"{COMMAND} --only selftest"])
@@ -97,6 +105,7 @@ PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {
     "caches": _caches,
     "prompts": _prompts,
     "long": _long,
+    "cost": _cost,
     "selftest": _selftest,
     "calibration": _calibration,
 }
@@ -109,6 +118,7 @@ SECONDS = {
     "caches": 420,
     "prompts": 160,
     "long": 800,
+    "cost": 600,
     "selftest": 260,
     "calibration": 650,
 }
@@ -193,6 +203,9 @@ def _result(value: Any) -> str:
         return (
             "a correct run is beyond a limit" if beyond else "every correct run within every limit"
         )
+    if "measured" in value:
+        away = sum(bool(one.get("known")) and not one["known"]["met"] for one in value["measured"])
+        return f"{away} caches away from their known answers"
     if "caches" in value:
         lives = [life for one in value["caches"] for life in one["lives"].values()]
         wrong = sum(life["behaviour"] == "silently wrong" for life in lives)

@@ -32,11 +32,12 @@ _NAMES = {
     "models": rf"{re.escape(default.FOLDER)}|gguf-\d+-{_HEX}",
     "oracle": _HEX,
     "suspects": _HEX,
+    "texts": _HEX,
     "fingerprints": rf"{_HEX}\.json",
 }
 KINDS = (*_NAMES, "runs")
-"""Converted models; the oracle's answers; the usual suspects of an answer; hashes of weights; and
-what runs work in, or have left where they were killed."""
+"""Converted models; the oracle's answers; the usual suspects of an answer; the truths of texts;
+hashes of weights; and what runs work in, or have left where they were killed."""
 _SCRATCH = r"\.({})\.[0-9a-f]{{8}}(\.part|\.old)?"
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -173,7 +174,7 @@ def _matching(folder: Path, name: str, is_ours: Any) -> Iterator[Path]:
 def _free(kind: str, path: Path) -> Iterator[bool]:
     """Whether nobody holds the entry, which is ours within the block then."""
     locks = [path] if kind == "runs" else [] if kind == "fingerprints" else [path.parent]
-    locks += [cache_dir() / "locks" / path.name] if kind == "oracle" else []
+    locks += [cache_dir() / "locks" / path.name] if kind in ("oracle", "texts") else []
     with ExitStack() as stack:
         yield all(stack.enter_context(disk.unheld(lock)) for lock in locks)
 
@@ -191,6 +192,10 @@ def _about(kind: str, path: Path, free: bool) -> str:
             text = f" {quoted(m['prompt'])}" if m["prompt"] is not None else ""
             text = " (the probe)" if m.get("probe") else text
             return f"{m['name']}, {m['dtype']}, {len(m['tokens'])} tokens{text}"
+    if kind == "texts":
+        with suppress(Refusal, KeyError, TypeError):
+            m = strict_json.read(path / "text.json", remedy="")
+            return f"{m['name']}, {len(m['tokens'])} tokens of text, {len(m['stored'])} caches"
     scratch = "left over from a killed run" if free else "of a running process"
     return scratch if kind == "runs" else ""
 

@@ -5,17 +5,19 @@ An answer is used again while the digest of everything that it depends on is the
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from mlxkv.engines import machine, process
 from mlxkv.engines.progress import say
-from oracle.formats import disk, run_folder
+from oracle.formats import disk, run_folder, stored, text
 from oracle.formats.errors import AlreadySaid, Refusal, install
 from oracle.formats.run_folder import Inputs
 from oracle.model.cache_folder import cache_dir, in_use
@@ -39,8 +41,7 @@ class Question(Inputs):
     def arguments(self, folder: Path, prompt_file: str) -> list[str]:
         """Those of `oracle run`, or for the probe of `oracle probe`, that write into `folder`."""
         given = [self.checkpoint.source, "--out", str(folder), "--force"]
-        given += _revision(self.checkpoint)
-        given += [f"--ignore-key={key}" for key in self.checkpoint.without]
+        given += _named(self.checkpoint)
         given += [f"--dtype={self.dtype}", f"--threads={self.threads}"]
         if self.probe:
             return [self.kind, *given]
@@ -147,6 +148,13 @@ def _alone(question: Question) -> Iterator[_Place]:
     asked = question.checkpoint
     digest = run_folder.inputs_digest(asked.fingerprint, asked.config_digest, question)
     folder = in_use("oracle") / digest[:32]
+    with _locked(digest):
+        yield _Place(question, folder, digest)
+
+
+@contextmanager
+def _locked(digest: str) -> Iterator[None]:
+    """While no other process makes or looks for what has this digest."""
     lock = cache_dir() / "locks" / digest[:32]
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +163,7 @@ def _alone(question: Question) -> Iterator[_Place]:
         raise disk.unwritable(lock, error) from error
     busy = "oracle: another mlxkv asks it the same, waiting for that one"
     with disk.alone(lock, waiting=lambda: say(busy)):
-        yield _Place(question, folder, digest)
+        yield
 
 
 def _made(places: Sequence[_Place]) -> dict[_Kind, Answer]:
@@ -179,6 +187,41 @@ def _made(places: Sequence[_Place]) -> dict[_Kind, Answer]:
             return {}
     beside = {one.question.kind: found for one in others if (found := one.kept()) is not None}
     return beside | {first.question.kind: first.answer(finished)}
+
+
+def text_folder(
+    checkpoint: Checkpoint, tokens: Sequence[int], specs: Sequence[str], *, fresh: bool
+) -> Path:
+    """The folder of a text's truth, and of what caches that keep less, by their SPECs, make of it.
+
+    It is kept for later runs on the same weights and tokens, and the oracle adds what it lacks.
+    """
+    require_torch()
+    digest = text.inputs(checkpoint.fingerprint, checkpoint.config_digest, tokens)
+    folder = in_use("texts") / digest[:32]
+    with _locked(digest), tempfile.NamedTemporaryFile("w", suffix=".json") as ids:
+        if not fresh and _has(folder, specs):
+            os.utime(folder)
+            return folder
+        json.dump(list(tokens), ids)
+        ids.flush()
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        given = [checkpoint.source, f"--ids={ids.name}", f"--out={folder}", *_named(checkpoint)]
+        given += [f"--threads={os.cpu_count() or 1}", *(f"--stored={spec}" for spec in specs)]
+        process.start(["oracle", "text", *given])
+    return folder
+
+
+def _has(folder: Path, specs: Sequence[str]) -> bool:
+    """Whether a folder is there, unharmed, with all that is asked; one that is damaged goes."""
+    try:
+        kept = text.read_manifest(folder).stored
+    except Refusal:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+        return False
+    return {stored.parse(spec).name for spec in specs} <= set(kept)
 
 
 def suspects_folder(manifest: run_folder.Manifest, plan: str) -> Path:
@@ -208,6 +251,11 @@ def require_torch(*, otherwise: str = "") -> None:
 
 def _revision(checkpoint: Checkpoint) -> list[str]:
     return ["--revision", checkpoint.revision] if checkpoint.revision else []
+
+
+def _named(checkpoint: Checkpoint) -> list[str]:
+    """The options that a checkpoint was asked for with."""
+    return _revision(checkpoint) + [f"--ignore-key={key}" for key in checkpoint.without]
 
 
 def _commas(numbers: tuple[int, ...]) -> str:

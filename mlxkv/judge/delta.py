@@ -125,7 +125,7 @@ def figures(
             for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
                 squares[name] += float(np.einsum("rv,rv->", u, w))
             largest.append(float(np.abs(e).max()))
-            kl += float(_kl(t, e).sum())
+            kl += float(divergence(t, e).sum())
             top1 += int((x.argmax(1) == rows.best[rows_b[part]]).sum())
             top5 += _same_five(x, rows.five[rows_b[part]])
         norms = np.sqrt(squares["t"]) * np.sqrt(squares["x"])
@@ -225,7 +225,7 @@ def _named(a: tuple[Trace, str], b: tuple[Trace, str], case: Case) -> Pair:
     return pair(a[0], b[0], case.rows, names=names)
 
 
-def _kl(t: Floats, e: Floats) -> Floats:
+def divergence(t: Floats, e: Floats) -> Floats:
     """KL(softmax t || softmax(t + e)) per row.
 
     Accurate far below 1e-16, where a difference of two log-softmaxes is nothing but rounding.

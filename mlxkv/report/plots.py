@@ -68,7 +68,7 @@ def error_by_position(
 
     `texts` are the tokens, which stand below up to 40 positions.
     """
-    with _figure(9, 4.5) as figure:
+    with drawing(9, 4.5) as figure:
         axes, at = figure.add_subplot(), np.arange(len(floor))
         axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
         above, label = np.multiply(floor, limit), f"limit, {limit:g} floors"
@@ -88,7 +88,7 @@ def error_by_position(
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         _label_positions(axes, len(floor), texts)
-        return _svg(figure)
+        return svg(figure)
 
 
 def heat_strip(
@@ -108,7 +108,7 @@ def heat_strip(
     edges = np.append(starts, n) - 0.5
     # A column that holds one value that is not finite is not finite.
     columns = np.maximum.reduceat(values, starts, axis=1)
-    with _figure(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
+    with drawing(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
         axes = figure.add_subplot(facecolor="#BBBBBB")
         _colours(figure, axes, columns, edges, strip.limit)
         if at is not None:
@@ -119,7 +119,7 @@ def heat_strip(
         axes.set(title=title, ylabel="layer")
         axes.yaxis.get_major_locator().set_params(integer=True)
         _label_positions(axes, n, texts)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _colours(figure: Any, axes: Any, columns: Any, edges: Any, limit: float) -> None:
@@ -141,7 +141,7 @@ def _colours(figure: Any, axes: Any, columns: Any, edges: Any, limit: float) -> 
 
 
 @contextmanager
-def _figure(width: float, height: float) -> Iterator[Any]:
+def drawing(width: float, height: float) -> Iterator[Any]:
     matplotlib = load()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         # Glyphs are missing from the font, which only measures the text.
@@ -160,7 +160,7 @@ def _label_positions(axes: Any, n: int, texts: Sequence[str]) -> None:
         axes.set_xlabel("position")
 
 
-def _svg(figure: Any) -> str:
+def svg(figure: Any) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()

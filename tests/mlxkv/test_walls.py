@@ -44,6 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "mlxkv.commands.compare",
         *BELOW,
     ),
+    "mlxkv/commands/cost": ("mlxkv.commands.cost", *BELOW),
     "mlxkv/commands/pitfalls": ("mlxkv.commands.pitfalls", *BELOW),
     "mlxkv/commands/bench.py": BELOW,
     "mlxkv/commands/diff.py": BELOW,

@@ -1,0 +1,210 @@
+"""`mlxkv cost`: a text's truth is computed once, and every variant is measured against it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mlxkv.commands.cost import ask, metrics, page, picture, scoring
+from mlxkv.commands.cost.ask import Passage, Request
+from mlxkv.commands.cost.probe import Probe, probe
+from mlxkv.commands.cost.result import Cost, Measured
+from mlxkv.commands.cost.rows import Rows
+from mlxkv.commands.cost.scoring import Facts, Job
+from mlxkv.commands.cost.variants import PLAIN, Variant
+from mlxkv.engines import machine, oracle, process
+from mlxkv.engines.process import Process
+from mlxkv.engines.progress import announce, say, steps
+from mlxkv.report import plots
+from mlxkv.report.publish import Report
+from mlxkv.report.text import pretty
+from oracle.formats import stored, strict_json, text
+from oracle.formats.disk import write_text
+from oracle.formats.errors import AlreadySaid, Refusal
+from oracle.model.checkpoint import Checkpoint
+
+PREFILLED, DECODED, ORACLE = 5e-11, 5e-10, 3e-10
+"""Seconds for each parameter of the model and each token: of a prefilled one and a decoded one of a
+variant, and of one of the truth and of each known answer. The default model's 134,515,008 took ...
+on two cores."""
+_SCORING = "mlxkv.commands.cost.scoring"
+
+
+def report(request: Request, *, out: Path, command: str) -> Report:
+    cost = run(request)
+    made = files(cost, commands=[command])
+    text = page.console(cost, report=str(out / "cost.md"))
+    return Report(made, text, made["cost.json"], cost.exit_code)
+
+
+def files(cost: Cost, *, commands: Sequence[str]) -> dict[str, str]:
+    """The picture, the JSON, and the page, which links to the picture, last."""
+    svg = {"cost.svg": picture.kl_against_bytes(cost)} if len(cost.shown) > 1 else {}
+    text = page.markdown(cost, commands=commands, svg=next(iter(svg), None))
+    return svg | {"cost.json": pretty(cost.to_json()), "cost.md": text}
+
+
+def run(request: Request) -> Cost:
+    """Asks for the truth, runs every variant, and reduces what came."""
+    asked = request.variants()
+    machine.require_device(request.device)
+    machine.require_mlx_lm()
+    oracle.require_torch()
+    checkpoint = request.checkpoint(steps())
+    fed = ask.passage(request, checkpoint)
+    asked = tuple(_without_misfit(one, checkpoint) for one in asked)
+    specs = [one.known for one in asked if one.known]
+    probed = _probe(asked, checkpoint, fed)
+    announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
+    plots.load_aside()
+    say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
+    folder = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
+    truth = text.read(folder)
+    with process.scratch() as room:
+        found = _followed(request, checkpoint, folder, room, asked, fed, probed)
+        measured = _reduced(room, asked, found, truth, fed, probed)
+    engine = next(facts.environment for facts in found if facts.environment)
+    return Cost(
+        model=checkpoint.name,
+        source=checkpoint.source,
+        fingerprint=checkpoint.fingerprint,
+        title=fed.title,
+        tokens=fed.tokens,
+        length=fed.length,
+        chunk=request.chunk,
+        measured=measured,
+        distances=tuple(sorted(set(probed.distances))) if probed else (),
+        environment={"mlx-lm": engine, "oracle": truth.manifest.environment},
+    )
+
+
+def _without_misfit(one: Variant, checkpoint: Checkpoint) -> Variant:
+    """A variant whose groups do not fit the heads has no known answer: it will be refused."""
+    if not one.known:
+        return one
+    spec, size = stored.parse(one.known), _head_dim(checkpoint)
+    misfit = isinstance(spec, stored.Affine) and size % spec.group_size
+    return replace(one, known="") if misfit else one
+
+
+def _head_dim(checkpoint: Checkpoint) -> int:
+    config = checkpoint.config
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _probe(asked: Sequence[Variant], checkpoint: Checkpoint, fed: Passage) -> Probe | None:
+    windows = [window for one in asked if (window := one.window)]
+    sizes = {"vocab": checkpoint.vocab_size, "limit": checkpoint.max_positions}
+    return probe(windows, fed.tokens, **sizes)
+
+
+def _seconds(
+    checkpoint: Checkpoint,
+    fed: Passage,
+    asked: Sequence[Variant],
+    specs: Sequence[str],
+    probed: Probe | None,
+) -> float:
+    prefilled = fed.length + (len(probed.tokens) if probed else 0)
+    decoded, truths = len(fed.tokens) - fed.length, 3 + len(set(specs))
+    each = PREFILLED * prefilled + DECODED * decoded
+    whole = each * len(asked) + ORACLE * truths * len(fed.tokens)
+    return whole * checkpoint.parameters
+
+
+def _followed(
+    request: Request,
+    checkpoint: Checkpoint,
+    folder: Path,
+    room: Path,
+    asked: Sequence[Variant],
+    fed: Passage,
+    probed: Probe | None,
+) -> list[Facts]:
+    """What became of each variant; their rows are in `room`."""
+    for group in _groups(asked):
+        job = Job(
+            folder=str(checkpoint.folder),
+            truth=str(folder),
+            out=str(room),
+            variants=group,
+            length=fed.length,
+            chunk=request.chunk,
+            probe=probed.tokens if probed else (),
+            asked=probed.asked if probed else (),
+            device=request.device,
+        )
+        failed = _process(job, room / "job.json")
+        for number in group:
+            if not scoring.facts_file(room, number).exists():
+                facts = Facts(failed=failed or "its process left no result")
+                text = msgspec.json.encode(facts).decode()
+                write_text(scoring.facts_file(room, number), text)
+    return [_facts(scoring.facts_file(room, str(i))) for i in range(len(asked))]
+
+
+def _facts(path: Path) -> Facts:
+    value = strict_json.read(path, remedy="run again")
+    return strict_json.typed(value, Facts, where=path, remedy="run again")
+
+
+def _groups(asked: Sequence[Variant]) -> Iterator[dict[str, Variant]]:
+    """Those that one process can run, by their numbers; each of a person's own has its own."""
+    groups: dict[Any, dict[str, Variant]] = {}
+    for i, one in enumerate(asked):
+        own = i if one.kind.whose == "own" else -1
+        groups.setdefault((one.dtype, one.bits, one.group_size, own), {})[str(i)] = one
+    yield from groups.values()
+
+
+def _process(job: Job, path: Path) -> str:
+    """Runs a job to its end; why it did not come to it, or ""."""
+    write_text(path, msgspec.json.encode(job).decode())
+    first = next(iter(job.variants.values())).kind
+    name = os.path.basename(first.file) if first.file else ""
+    try:
+        with Process([_SCORING, str(path)], file=name) as running:
+            running.wait()
+    except AlreadySaid:
+        return "its process refused to run it, and said why on stderr"
+    except Refusal as error:
+        return str(error)
+    return ""
+
+
+def _reduced(
+    room: Path,
+    asked: Sequence[Variant],
+    found: Sequence[Facts],
+    truth: text.Text,
+    fed: Passage,
+    probed: Probe | None,
+) -> tuple[Measured, ...]:
+    plain = asked.index(PLAIN)
+    if found[plain].failed:
+        raise Refusal(found[plain].failed, where="the full cache in float32")
+    noise = _rows(room, plain)
+    made = []
+    for i, (one, facts) in enumerate(zip(asked, found, strict=True)):
+        if facts.failed:
+            made.append(Measured(one, facts.failed))
+            continue
+        rows = _rows(room, i)
+        known = None
+        if one.known:
+            spec = stored.parse(one.known).name
+            known = metrics.known(spec, np.asarray(truth.stored[spec].kl), rows, noise)
+        hits = probed.rates(facts.hits) if probed else {}
+        made.append(Measured.of(one, facts, rows, noise, fed.length, known, hits))
+    return tuple(made)
+
+
+def _rows(room: Path, number: int) -> Rows:
+    with np.load(scoring.rows_file(room, str(number))) as arrays:
+        return Rows(**arrays)
