@@ -21,6 +21,7 @@ from mlxkv.commands.selftest import run as selftest
 from mlxkv.engines import process
 from mlxkv.engines.progress import announce, say
 from mlxkv.report import publish
+from mlxkv.report.text import several
 from oracle.formats import disk, strict_json, trace
 from oracle.formats.errors import Refusal
 
@@ -118,7 +119,7 @@ SECONDS = {
     "caches": 420,
     "prompts": 160,
     "long": 800,
-    "cost": 600,
+    "cost": 650,
     "selftest": 260,
     "calibration": 650,
 }
@@ -205,7 +206,7 @@ def _result(value: Any) -> str:
         )
     if "measured" in value:
         away = sum(bool(one.get("known")) and not one["known"]["met"] for one in value["measured"])
-        return f"{away} caches away from their known answers"
+        return f"{several(away, 'cache')} away from a known answer"
     if "caches" in value:
         lives = [life for one in value["caches"] for life in one["lives"].values()]
         wrong = sum(life["behaviour"] == "silently wrong" for life in lives)

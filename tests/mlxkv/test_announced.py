@@ -9,6 +9,8 @@ import pytest
 from command import mlxkv, refused
 
 from mlxkv.commands import reports
+from mlxkv.commands.cost import run as cost
+from mlxkv.commands.cost.ask import Request as Asked
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
@@ -29,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     lines: list[str] = []
     monkeypatch.setattr(progress, "say", lines.append)
-    for name in ("ask", "ask_both"):
+    for name in ("ask", "ask_both", "text_folder"):
         monkeypatch.setattr(oracle, name, ask)
     return lines
 
@@ -52,8 +54,10 @@ def test_long_commands_say_what_will_be_done_and_about_how_long_it_takes(
     with pytest.raises(Refusal, match="asked"):
         calibrate.run(calibrate.Request(model=tiny))
     models = f"{name} and 6 kinds of small random models, and on 13 wide ones"
-    what = f"calibrate: 5 correct runs on each of {models}"
-    assert said.pop() == f"{what}: about 8 min on two cores"
+    assert said.pop() == f"calibrate: 5 correct runs on each of {models}: about 8 min on two cores"
+    with pytest.raises(Refusal, match="asked"):
+        cost.run(Asked(model=tiny, tokens=(1, 2, 3, 4)))
+    assert said.pop() == "cost: 16 variants: about 10 s on two cores"
 
 
 def test_reports_say_their_parts_and_the_sum_of_their_times(
@@ -64,8 +68,8 @@ def test_reports_say_their_parts_and_the_sum_of_their_times(
         made = reports.Made("m", {}, {})
         monkeypatch.setitem(reports.PARTS, part, lambda *_, made=made: made)
     list(reports.write(tmp_path / "all"))
-    parts = "compare, pitfalls, caches, prompts, long, selftest, calibration"
-    assert said[0] == f"reports: {parts}: about 41 min on two cores"
+    parts = "compare, pitfalls, caches, prompts, long, cost, selftest, calibration"
+    assert said[0] == f"reports: {parts}: about 52 min on two cores"
     list(reports.write(tmp_path / "one", only=["compare"]))
     assert said[-1] == "reports: compare: about 40 s on two cores"
 

@@ -14,6 +14,9 @@ from mlxkv.commands import diff
 from mlxkv.commands import reports as parts
 from mlxkv.commands.compare import prompts
 from mlxkv.commands.compare.prompts import Prompt
+from mlxkv.commands.cost import run as costing
+from mlxkv.commands.cost.ask import Request as Measurements
+from mlxkv.commands.cost.result import Cost
 from mlxkv.commands.pitfalls import conform
 from mlxkv.commands.pitfalls import run as pitfalls
 from mlxkv.commands.pitfalls.caches import Caches
@@ -43,6 +46,7 @@ def shrink(patch: pytest.MonkeyPatch, folder_of: Callable[[str], Path]) -> None:
     )
     patch.setattr(pitfalls, "run", matrix)
     patch.setattr(conform, "tried", few(model))
+    patch.setattr(costing, "run", costs(model))
     patch.setattr(selftesting, "run", trials(model))
     patch.setattr(calibrating, "run", calibration(model))
 
@@ -55,6 +59,7 @@ Request, Asked, Tried, Calibrated = (
 )
 matrix = cache(pitfalls.run)
 every = conform.tried
+measured = costing.run
 
 
 @cache
@@ -66,6 +71,12 @@ def few(model: str) -> Callable[..., Caches]:
         caches=("KVCache", "ConcatenateKVCache"),
     )
     return cache(lambda _: every(request))
+
+
+@cache
+def costs(model: str) -> Callable[..., Cost]:
+    request = Measurements(model=model, tokens=(3, 7, 11, 2, 19), caches=("StoredKVCache",))
+    return cache(lambda _: measured(request))
 
 
 @cache
@@ -109,6 +120,7 @@ def test_writing_them_again_changes_nothing(reports: Path) -> None:
         "calibration.json",
         "calibration.md",
         *each,
+        *("cost.json", "cost.md", "cost.svg"),
         *(f"long/{name}" for name in each),
         "pitfalls.json",
         "pitfalls.md",
@@ -134,6 +146,7 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
         "caches": ("caches.md", "8 of 46 lives silently wrong, none of them news"),
         "calibration": ("calibration.md", "every correct run within every limit"),
         "compare": ("compare.md", "agree (algebra, logits, cache)"),
+        "cost": ("cost.md", "0 caches away from a known answer"),
         "compare, long": ("long/compare.md", "agree (algebra, logits, cache)"),
         "pitfalls": ("pitfalls.md", "all as documented"),
         "compare, prompts": ("prompts/compare.md", "agree (algebra, logits, cache)"),
