@@ -43,6 +43,12 @@ WORDS = (
     "not compared: what it gives depends on the calls, and there is nothing else to lay beside it."
 )
 
+HOW = (
+    "mlx-lm's caches, ours and one's own run in mlx-lm's Llama; classes that `load_prompt_cache` "
+    "does not know are shown to it. transformers' run in its Llama, and its sliding ones with the "
+    "mask of its Mistral, which is a Llama with a window."
+)
+
 
 def console(caches: Caches, *, report: str) -> str:
     few = len(caches.columns) <= _FEW
@@ -87,6 +93,7 @@ def markdown(caches: Caches, *, commands: Sequence[str]) -> str:
         [f"# Caches: {caches.model}", "", f"**{sentence(caches)}**"],
         [f"- news: {line}" for line in surprises(caches)],
         [WORDS],
+        [HOW],
         legend,
         ["## Matrix", "", *_matrix(caches)],
         *_not_right(caches),
@@ -124,7 +131,9 @@ def _beside(one: Came) -> str:
 def _detail(one: Came) -> str:
     if one.behaviour == WRONG:
         return one.where
-    return one.reason or clip("; ".join(one.errors), 100)
+    # What follows a first error mostly follows from it.
+    first = one.errors[0].removeprefix(f"{NO}: ") if one.errors else ""
+    return one.reason or clip(first, 100)
 
 
 def _cost(one: Came) -> str:

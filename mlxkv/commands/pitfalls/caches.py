@@ -36,7 +36,9 @@ class Column:
     def of(cls, kind: Kind, came: Sequence[Came], meta: Meta, own: Straight | None) -> Self:
         """From what its first life, which feeds a cache named "a", left."""
         facts = dict(meta.environment.get("caches", {}).get("a", {}))
-        environment = {name: v for name, v in meta.environment.items() if name != "caches"}
+        environment = {
+            name: v for name, v in meta.environment.items() if name not in ("caches", "cache")
+        }
         noise = own.noise if own is not None else None
         return cls(kind, tuple(came), environment, noise, facts, meta.plan.longest)
 

@@ -28,8 +28,13 @@ trimmed away have set off the switch, which nothing undoes, or where the rows of
 scale."""
 
 OWN_NOISE = 4.0
-"""How far a lossy cache's rows may be from those of itself fed straight, in its own noise."""
+"""How far a lossy cache's rows may be from those of itself fed straight, in its own noise.
 
+On SmolLM2-135M-Instruct right windows read at most 1.1, and right quantised caches 0.7 (8 bits),
+0.3 (float16) and 0.2 (8 and 4 bits, or 4 throughout); on the small random model of
+`assert_cache_behaves` 0.2. The weakest planted fault there, the scale of the row before, reads 1e3
+(25 in one of its lives); a window that hides its sinks from chunks reads 2.2e5 on SmolLM2.
+"""
 _CRASH = re.compile(
     r"\b(?:Attribute|Type|Index|Key|Name|UnboundLocal|ZeroDivision|Assertion|Recursion)Error\b"
 )
