@@ -89,14 +89,14 @@ def _kind(one: Measured) -> str:
 
 
 def _names(axes: Any, shown: Sequence[Measured], noise: float) -> None:
-    """Each variant's name: below the line for those on it, else to the right, where there is room.
+    """Each variant's name: below the line for those on it, else to the right where there is room.
 
     Where two would lie on each other, the one that loses less goes lower.
     """
     best, taken = pareto(shown), list[tuple[str, float, float]]()
     largest = max(one.per_token for one in shown)
     for one in sorted(shown, key=lambda one: -one.all.mean_kld.mean):
-        ha = "right" if one in best or one.per_token == largest else "left"
+        ha = "right" if one in best or one.per_token > 0.6 * largest else "left"
         x, y = np.log10(one.per_token), np.log10(_y(one, noise))
         near = sum(ha == side and abs(x - a) < 0.1 and y > b - 0.45 for side, a, b in taken)
         taken.append((ha, x, y - 0.3 * near))
