@@ -104,6 +104,7 @@ print(keys[0, 0, :, 0].tolist())  # [0, 1, 2, 3, 4, 9], expected [0, 1, 9]
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
+
 def seen(sizes):
     cache, start = RotatingKVCache(max_size=8, keep=2), 0
     for n in sizes:
@@ -113,8 +114,9 @@ def seen(sizes):
     row = mask[-1].tolist() if mask is not None else [True] * keys.size
     return sorted(k for k, shown in zip(keys.tolist(), row) if shown)
 
+
 print(seen([1] * 13))  # [0, 1, 7, 8, 9, 10, 11, 12]
-print(seen([8, 5]))    # [5, 6, 7, 8, 9, 10, 11, 12], expected the same
+print(seen([8, 5]))  # [5, 6, 7, 8, 9, 10, 11, 12], expected the same
 """,
     ),
     Finding(
@@ -187,10 +189,14 @@ from mlxkv.port.cache import Cache
 model = mlxkv.load()
 cache = Cache(model.config, dtype=model.dtype, guarded=False)
 model([[504, 3575]], cache=cache)
+
+
 def tap(layer, name, array):
     if layer == 15:
         raise InterruptedError
     return array
+
+
 try:
     model([[282]], cache=cache, tap=tap)
 except InterruptedError:
