@@ -317,6 +317,28 @@ def test_rates_are_by_distance() -> None:
     assert made.rates((1, 0, 1, 1)) == {5: 1.0, 9: 0.5}
 
 
+@pytest.mark.parametrize("length", range(1, 13))
+def test_the_probes_answers_are_the_same_in_chunks_of_any_size(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model foretells token 3 i + 1 after token i, which the cache, a list, has counted."""
+    import mlx.core as mx
+
+    def model(tokens: Any, cache: list[Any]) -> Any:
+        start, L = len(cache), tokens.shape[1]
+        cache.extend([None] * L)
+        return mx.arange(20)[None, None] == (3 * mx.arange(start, start + L)[None, :, None] + 1)
+
+    monkeypatch.setattr(scoring.mlx_lm, "caches_for", lambda model, kind: [])
+    monkeypatch.setattr(scoring.prompt_cache, "arrays_of", lambda caches: [])
+    probe_tokens = (0, 1, 4, 7, 10, 5, 16, 19)
+    for first in range(1, len(probe_tokens)):
+        asked = tuple(range(first, len(probe_tokens)))
+        job = scoring.Job("", "", "", {}, 1, length, probe_tokens, asked)
+        fed = scoring._Fed(model, job, variants.PLAIN.kind, lambda n: None)
+        assert scoring._hits(fed) == tuple(int(at != 5) for at in asked), first
+
+
 # Variants and requests.
 
 
