@@ -22,6 +22,7 @@ from mlxkv.commands.cost.probe import Probe
 from mlxkv.commands.cost.result import Cost, Measured
 from mlxkv.commands.cost.rows import Array, Rows
 from mlxkv.engines import oracle
+from mlxkv.engines.kinds import Lossy
 from mlxkv.report.text import pretty
 from oracle.formats import stored, strict_json, text
 from oracle.model.checkpoint import Checkpoint, resolve
@@ -63,7 +64,8 @@ WRONG = [
     (f"{OWN}:sinks_overwritten", "window:size=64,keep=4"),
 ]
 SINKS = "RotatingKVCache:size=64,keep=4"
-CACHES = dict.fromkeys(["KVCache", SINKS, *(cache for cache, _ in RIGHT + WRONG)])
+FULL = ("ConcatenateKVCache", "BatchKVCache", "ChunkedKVCache", f"{OWN}:full")
+CACHES = dict.fromkeys(["KVCache", SINKS, *FULL, *(cache for cache, _ in RIGHT + WRONG)])
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,48 @@ def test_a_planted_mistake_moves_the_cost_away_from_its_known_answer(
     print(found)
     assert not found.met
     assert found.errors > 3
+
+
+@pytest.mark.parametrize("cache", FULL)
+def test_a_full_cache_loses_nothing_that_noise_does_not_explain(cache: str, read: Read) -> None:
+    found = metrics.nothing_lost(read(cache)[1], read("KVCache")[1])
+    assert found.met, found
+    assert math.isnan(found.ratio)
+
+
+@pytest.mark.parametrize("cache", ["StoredKVCache:dtype=float16", f"{OWN}:stale_scale", SINKS])
+def test_a_cache_that_loses_something_is_beyond_the_noise(cache: str, read: Read) -> None:
+    found = metrics.nothing_lost(read(cache)[1], read("KVCache")[1])
+    assert not found.met
+    assert found.ratio > 1000
+
+
+def test_what_is_lost_at_one_position_only_is_seen() -> None:
+    noise = rows_of([1e-11] * 1000)
+    assert metrics.nothing_lost(rows_of([2e-11] * 1000), noise).met
+    assert not metrics.nothing_lost(rows_of([1e-11] * 999 + [2e-10]), noise).met
+    assert not metrics.nothing_lost(rows_of([4e-11] * 1000), noise).met
+
+
+@pytest.mark.parametrize(
+    ("cache", "lossy", "everything"),
+    [
+        *((name, "", True) for name in ("KVCache", *FULL)),
+        (FULL[-1], "quantised", False),
+        ("StoredKVCache", "", False),
+        ("SplitKVCache:keys=0,values=0", "", True),
+        ("SplitKVCache:keys=0,values=8", "", False),
+        ("RotatingKVCache:size=64", "", False),
+        ("SwitchedKVCache", "", False),
+    ],
+)
+def test_what_is_not_declared_lossy_must_keep_everything(
+    cache: str, lossy: Lossy, everything: bool
+) -> None:
+    one = variants.Variant("x", cache, lossy)
+    assert one.keeps_everything is everything
+    assert not replace(one, dtype="float16").keeps_everything
+    assert not replace(one, bits=8).keeps_everything
 
 
 def test_the_sinks_that_mlx_lms_mask_hides_in_a_chunk_are_seen(
@@ -435,7 +479,8 @@ def test_the_terminals_table_has_every_variant_and_fits_into_100_columns() -> No
 
 def test_the_page_says_what_missed_its_known_answer_and_what_was_not_seen() -> None:
     text = page.markdown(cost(), commands=["mlxkv cost"], svg="cost.svg")
-    assert "window 256, keep 4: away from its known answer by 22.0 standard errors" in text
+    away = "mean KL is 8 of what noise hides (its known answer is none), expected within 10 %"
+    assert f"window 256, keep 4: {away} (22.0 standard errors): not the format's cost" in text
     assert "not the format's cost but a fault" in text
     assert "- not seen: float16: layer 0 shows no keys and values" in text
     assert "- not measured: weights 4 bits: rows of 48, expected 64" in text
@@ -513,8 +558,28 @@ def test_a_cache_that_is_away_from_its_known_answer_gives_exit_code_1(
 ) -> None:
     done, value = asked("--cache", f"{OWN}:window_one_short", "--known", "window:size=64")
     assert done.returncode == 1
-    assert "away from its known answer by" in done.stdout
+    assert "mistaken_caches.py:window_one_short: mean KL is" in done.stdout
+    assert "of its known answer, expected within 10 %" in " ".join(done.stdout.split())
     assert value["measured"][1]["known"]["errors"] > 3
+
+
+def test_a_cache_that_is_not_declared_lossy_and_loses_something_gives_exit_code_1(
+    asked: Callable[..., tuple[Any, Any]],
+) -> None:
+    wrong, given = f"{OWN}:keys_for_values", [f"--cache={name}" for name in FULL]
+    done, value = asked(*given, "--cache", wrong)
+    assert done.returncode == 1, done.stderr
+    met = {one["name"]: one["known"] and one["known"]["met"] for one in value["measured"]}
+    assert [name for name, one in met.items() if one is False] == [
+        "mistaken_caches.py:keys_for_values"
+    ]
+    assert met["BatchKVCache"] is True
+    words = " ".join(done.stdout.split())
+    assert "keys_for_values: not declared lossy, and loses" in words
+    assert "a fault, or declare it with --lossy" in words
+    done, value = asked("--cache", wrong, "--lossy", "quantised")
+    assert done.returncode == 0
+    assert value["measured"][1]["known"] is None
 
 
 def test_a_group_that_no_head_fills_is_a_line_and_nothing_else_measured_is_exit_code_2(
