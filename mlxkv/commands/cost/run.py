@@ -66,9 +66,9 @@ def run(request: Request) -> Cost:
     announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
-    folder = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
-    truth = text.read(folder)
-    with process.scratch() as room:
+    kept = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
+    with kept as folder, process.scratch() as room:
+        truth = text.read(folder)
         found = _followed(request, checkpoint, folder, room, asked, fed, probed)
         measured = _reduced(room, asked, found, truth, fed, probed)
     engine = next(facts.environment for facts in found if facts.environment)
