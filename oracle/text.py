@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,7 +181,7 @@ def _made(
     torch.set_num_threads(asked.threads or os.cpu_count() or 1)
     files = [] if kept is None else list(kept.manifest.files)
     for name in files:
-        _linked(out / name, folder / name)
+        disk.linked(out / name, folder / name)
     free = (name for i in itertools.count() if (name := f"stored-{i}.safetensors") not in files)
     specs = dict(zip(free, asked.specs, strict=False))
     given = losses.Asked(
@@ -226,12 +225,3 @@ def _begun(asked: _Asked, proofs: dict[str, float]) -> Manifest:
             "rope": asked.config.rope,
         },
     )
-
-
-def _linked(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links."""
-    with disk.writing(target):
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)

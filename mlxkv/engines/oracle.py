@@ -189,28 +189,42 @@ def _made(places: Sequence[_Place]) -> dict[_Kind, Answer]:
     return beside | {first.question.kind: first.answer(finished)}
 
 
+@contextmanager
 def text_folder(
     checkpoint: Checkpoint, tokens: Sequence[int], specs: Sequence[str], *, fresh: bool
-) -> Path:
+) -> Iterator[Path]:
     """The folder of a text's truth, and of what caches that keep less, by their SPECs, make of it.
 
     It is kept for later runs on the same weights and tokens, and the oracle adds what it lacks.
+    What is given are links to its files, which stay until the block ends: another run may make the
+    kept folder anew meanwhile, or add to it.
     """
     require_torch()
     digest = text.inputs(checkpoint.fingerprint, checkpoint.config_digest, tokens)
     folder = in_use("texts") / digest[:32]
-    with _locked(digest), tempfile.NamedTemporaryFile("w", suffix=".json") as ids:
-        if not fresh and _has(folder, specs):
+    with ExitStack() as stack:
+        with _locked(digest):
+            if fresh or not _has(folder, specs):
+                _make_text(checkpoint, tokens, specs, folder, fresh=fresh)
             os.utime(folder)
-            return folder
+            with disk.writing(folder):
+                own = disk.own_folder(folder.parent, prefix=f".{folder.name}.")
+                links = stack.enter_context(own)
+            for path in folder.iterdir():
+                disk.linked(path, links / path.name)
+        yield links
+
+
+def _make_text(
+    checkpoint: Checkpoint, tokens: Sequence[int], specs: Sequence[str], out: Path, *, fresh: bool
+) -> None:
+    """Makes the folder of a text, or adds to it what it lacks."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as ids:
         json.dump(list(tokens), ids)
         ids.flush()
-        if fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-        given = [checkpoint.source, f"--ids={ids.name}", f"--out={folder}", *_named(checkpoint)]
+        given = [checkpoint.source, f"--ids={ids.name}", f"--out={out}", *_named(checkpoint)]
         given += [f"--threads={os.cpu_count() or 1}", *(f"--stored={spec}" for spec in specs)]
-        process.start(["oracle", "text", *given])
-    return folder
+        process.start(["oracle", "text", *given, *(["--force"] if fresh else [])])
 
 
 def _has(folder: Path, specs: Sequence[str]) -> bool:

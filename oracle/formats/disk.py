@@ -94,6 +94,15 @@ def atomic(path: Path) -> Iterator[Path]:
         made.replace(path)
 
 
+def linked(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no links."""
+    with writing(target):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+
 def write_text(path: Path, text: str) -> None:
     """A text file that is either whole or not there."""
     with atomic(path) as made:

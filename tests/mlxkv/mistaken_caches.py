@@ -25,6 +25,13 @@ class StaleScale(QuantizedKVCache):
         return self.keys_and_values()
 
 
+class KeysForValues(KVCache):
+    """Keeps the keys twice."""
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        return super().update_and_fetch(keys, keys)
+
+
 class Sinks(KVCache):
     """Holds everything, and shows each token the first `keep` rows and the last `size - keep`."""
 
@@ -72,3 +79,11 @@ def sinks_overwritten(config: Any) -> list[Any]:
 
 def broken(config: Any) -> list[Any]:
     raise RuntimeError("no such table")
+
+
+def full(config: Any) -> list[Any]:
+    return [KVCache() for _ in range(config.num_hidden_layers)]
+
+
+def keys_for_values(config: Any) -> list[Any]:
+    return [KeysForValues() for _ in range(config.num_hidden_layers)]

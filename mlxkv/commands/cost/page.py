@@ -54,7 +54,8 @@ _WORDS = {
     "PPL ratio": "perplexity over the truth's perplexity on the same tokens (PPL(Q)/PPL(base))",
     "B/token": "bytes allocated by all layers at the text's end, for each of its tokens",
     "known": "mean KL over what the oracle computes, in float64 and apart from mlx-lm, for a cache "
-    f"that keeps just that: within {100 * metrics.WITHIN:g} % it is as it should be",
+    f"that keeps just that: within {100 * metrics.WITHIN:g} % it is as it should be; of a cache "
+    f"that keeps everything over the noise: *none* up to {metrics.NOISE:g} times; ! is a fault",
 }
 
 
@@ -77,7 +78,8 @@ def console(cost: Cost, *, report: str) -> str:
 
 def _findings(cost: Cost) -> list[str]:
     """What is to be said in words."""
-    none = [_name(one) for one in cost.shown if one.none and one is not cost.noise]
+    others = [one for one in cost.shown if one is not cost.noise and one not in cost.away]
+    none = [_name(one) for one in others if one.none]
     lines = [f"nothing lost that float32's noise would show: {', '.join(none)}"] if none else []
     lines += [f"{_name(one)}: {known(one)}" for one in cost.away]
     return [*lines, _retrieval(cost)]
@@ -90,9 +92,36 @@ def known(one: Measured) -> str:
         return "no known answer"
     if found.met:
         return "as it should be"
-    away = f"away from its known answer by {found.errors:.1f} standard errors"
-    apart = f"{found.ratio:.3f} of it, at a position {100 * found.apart:.2g} % apart"
-    return f"{away} ({apart}): not the format's cost but a fault"
+    if found.spec == metrics.NOTHING:
+        own = one.variant.kind.whose == "own"
+        said, else_ = (
+            ("not declared lossy", ", or declare it with --lossy") if own else ("full", "")
+        )
+        return f"{said}, and loses {_lost(one, found)}: a fault{else_}"
+    return f"{_missed(one, found)}: not the format's cost but a fault"
+
+
+def _lost(one: Measured, found: Known) -> str:
+    """What a cache that should keep everything loses."""
+    if found.ratio > metrics.NOISE:
+        mean, times = power(one.all.mean_kld.mean, digits=3), f"{found.ratio:.2g} times the noise"
+        return f"{mean} nats on average, {times} (none is up to {metrics.NOISE:g})"
+    most = power(one.all.maximum_kld, digits=3)
+    limit = f"(none is up to {found.most_apart:g})"
+    return f"{most} nats at one position, {found.apart:.2g} times the largest noise {limit}"
+
+
+def _missed(one: Measured, found: Known) -> str:
+    """By what a variant missed its known answer: its mean, or what lies at each position."""
+    errors = f"{found.errors:.1f} standard errors"
+    if not abs(found.ratio - 1) <= metrics.WITHIN:
+        limit = f"expected within {100 * metrics.WITHIN:g} %"
+        real = np.isclose(found.ratio * found.mean_kld, one.all.mean_kld.mean)
+        of = "its known answer" if real else "what noise hides (its known answer is none)"
+        return f"mean KL is {found.ratio:.3g} of {of}, {limit} ({errors})"
+    far = f"{100 * found.apart:.2g} % apart from its known answer at a position on average"
+    limit = f"rounding explains {100 * found.most_apart:.2g} %"
+    return f"{far}, {limit} ({errors}; means: {found.ratio:.3f} of it)"
 
 
 def _retrieval(cost: Cost) -> str:
@@ -138,7 +167,8 @@ def _ratio(found: Known | None, digits: int) -> str:
     """A variant's mean KL over its known answer; with an exclamation mark where it misses it."""
     if found is None:
         return "-"
-    text = "none" if np.isnan(found.ratio) else f"{found.ratio:.{digits}f}"
+    far = f"{found.ratio:.{digits}f}" if found.ratio < 1e3 else power(found.ratio)
+    text = "none" if np.isnan(found.ratio) else far
     return text if found.met else f"{text}!"
 
 
@@ -201,12 +231,15 @@ def _known(cost: Cost) -> list[str]:
         numbers = [number(one.all.mean_kld.mean), number(found.mean_kld), _ratio(found, 4)]
         verdict = "as it should be" if found.met else "a fault"
         numbers += [f"{found.errors:.1f}", number(found.apart), number(found.most_apart), verdict]
-        rows.append([_name(one), code(found.spec), *numbers])
+        spec = found.spec if found.spec == metrics.NOTHING else code(found.spec)
+        rows.append([_name(one), spec, *numbers])
     how = (
         "What the oracle computes in float64 for a cache that keeps just that. *apart* is the mean "
         "size of the difference at a position, of the known mean, and *limit* what rounding "
         "explains of it; *in errors* counts standard errors, of the mean difference or of its size "
-        "beyond that limit."
+        f"beyond that limit. Where the known answer is *{metrics.NOTHING}*, as of a cache that is "
+        "not declared lossy, the noise stands in its place, and *apart* and *limit* are of the "
+        "largest KL at a position over the noise's largest."
     )
     table = markdown_table(head, rows, left={0, 1, 8})
     return ["## Known answers", "", how, "", *table] if rows else []

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxkv.commands.cost import ask, metrics, page, picture, scoring
 from mlxkv.commands.cost.ask import Passage, Request
+from mlxkv.commands.cost.metrics import Known
 from mlxkv.commands.cost.probe import Probe, probe
 from mlxkv.commands.cost.result import Cost, Measured
 from mlxkv.commands.cost.rows import Rows
@@ -65,9 +66,9 @@ def run(request: Request) -> Cost:
     announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
-    folder = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
-    truth = text.read(folder)
-    with process.scratch() as room:
+    kept = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
+    with kept as folder, process.scratch() as room:
+        truth = text.read(folder)
         found = _followed(request, checkpoint, folder, room, asked, fed, probed)
         measured = _reduced(room, asked, found, truth, fed, probed)
     engine = next(facts.environment for facts in found if facts.environment)
@@ -197,13 +198,19 @@ def _reduced(
             made.append(Measured(one, facts.failed))
             continue
         rows = _rows(room, i)
-        known = None
-        if one.known:
-            spec = stored.parse(one.known).name
-            known = metrics.known(spec, np.asarray(truth.stored[spec].kl), rows, noise)
+        known = _known(one, rows, noise, truth)
         hits = probed.rates(facts.hits) if probed else {}
         made.append(Measured.of(one, facts, rows, noise, fed.length, known, hits))
     return tuple(made)
+
+
+def _known(one: Variant, rows: Rows, noise: Rows, truth: text.Text) -> Known | None:
+    """How a variant stands to its known answer, None where it has none."""
+    if one.known:
+        spec = stored.parse(one.known).name
+        return metrics.known(spec, np.asarray(truth.stored[spec].kl), rows, noise)
+    judged = one != PLAIN and one.keeps_everything
+    return metrics.nothing_lost(rows, noise) if judged else None
 
 
 def _rows(room: Path, number: int) -> Rows:

@@ -191,7 +191,8 @@ def _require_finite(rows: Rows) -> None:
 def _hits(fed: _Fed) -> tuple[int, ...]:
     """Of the probe's tokens that are known from before, whether each is the most probable one."""
     best, probe = dict[int, int](), fed.job.probe
-    for start, logits, _ in fed.calls(fed.caches(), probe, len(probe), since=min(fed.job.asked)):
+    since = min(fed.job.asked) - 1  # a token is foretold by the row before it
+    for start, logits, _ in fed.calls(fed.caches(), probe, len(probe), since=since):
         best |= dict(enumerate(logits.argmax(1).tolist(), start))
     return tuple(int(best[at - 1] == probe[at]) for at in fed.job.asked)
 

@@ -45,6 +45,15 @@ class Variant:
         return size if isinstance(size, int) else None
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether it must lose nothing: full precision around a cache that is not declared lossy,
+        or whose options leave everything as it is.
+        """
+        kind = self.kind
+        bits = [kind.options[key] for key in ("keys", "values") if key in kind.options]
+        return self.rounds_cache_alone and (not kind.lossy or bits == [0, 0])
+
+    @property
     def rounds_cache_alone(self) -> bool:
         """Whether all that it loses is in the cache."""
         return self.dtype == "float32" and not self.bits
