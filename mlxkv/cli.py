@@ -111,7 +111,7 @@ _run = options(
     option(
         "--lossy",
         "What a --cache of your own loses by design.",
-        type=click.Choice(["quantised", "window"]),
+        type=click.Choice(["quantised", "depends", "window"]),
     ),
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
@@ -222,8 +222,9 @@ def delta(traces: tuple[Path, ...], as_json: bool) -> None:
 )
 @option(
     "--lossy",
-    "What a cache of your own keeps less than it is given for: fewer bits, or a window.",
-    type=click.Choice(["quantised", "window"]),
+    "What a cache of your own keeps less than it is given for: fewer bits; fewer bits, and what is "
+    "kept depends on the calls; or a window.",
+    type=click.Choice(["quantised", "depends", "window"]),
 )
 @_device
 @_report("the matrix")

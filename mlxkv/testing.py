@@ -19,6 +19,7 @@ from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import PROBE, Case, Probed, read_case, read_probe
 from mlxkv.report import terminal
 from mlxkv.report.phrases import oracle_side, side
+from mlxkv.report.text import filled
 from oracle.formats import run_folder, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -79,7 +80,8 @@ def assert_cache_behaves(
     protocol (`update_and_fetch(keys, values)` and `offset`; `trim`, `state` and others if it can).
     lossy: "" if it keeps all that it is given; "quantised" or "window" if it does not. Its rows are
     then compared with those of the same cache fed straight, where they are not within the noise of
-    a full one.
+    a full one. "depends" if it is quantised and what it keeps depends on the calls in which it is
+    fed: then with those of a fresh one fed in the same calls.
     model: a Llama of mlx-lm's in float32; None: a small random one.
     scenarios: names of those to try; None: all, as `mlxkv pitfalls --cache` has them.
 
@@ -90,13 +92,16 @@ def assert_cache_behaves(
     (`mlxkv.Refusal`) where there is nothing to try.
     """
     machine.require_mlx_lm()
-    from mlxkv.commands.pitfalls import cachepage, known, suite
+    from mlxkv.commands.pitfalls import cachepage, known, suite, unexercised
 
-    kind, came = suite.tried(make, lossy=lossy, model=model, only=tuple(scenarios or ()))
+    trial, came = suite.tried(make, lossy=lossy, model=model, only=tuple(scenarios or ()))
+    kind = trial.kind
     odd = [one for one in came if known.odd(kind, one)]
     if odd:
         names = ", ".join(one.life for one in odd)
         lines = [f"{kind.name} does not behave: {names}", "", *cachepage.table(came)]
+        for line in (unexercised.ends_missed(trial), known.depends(kind, came)):
+            lines += filled(line) if line else []
         raise AssertionError("\n".join(lines))
 
 

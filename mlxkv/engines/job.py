@@ -16,6 +16,7 @@ from mlxkv.engines import kinds, machine
 from mlxkv.engines.process import Finished, Process
 from oracle.formats import strict_json
 from oracle.formats.disk import write_text
+from oracle.formats.errors import Refusal
 from oracle.formats.exits import DEBUG, end_with_parent
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Meta
@@ -131,7 +132,11 @@ class Job:
     def end(self, process: Process) -> Finished:
         """Waits for the process's end; raises what `Process.wait` does."""
         finished = process.wait()
-        forward = (self.out / "forward.txt").read_text(encoding="utf-8")
+        try:
+            forward = (self.out / "forward.txt").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            what = "its process ended with exit code 0 before it was done, expected a result"
+            raise Refusal(what, where=process.name, remedy=process.cause) from None
         return replace(finished, forward=float(forward))
 
     def save(self) -> Path:

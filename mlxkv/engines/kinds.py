@@ -15,7 +15,10 @@ from typing import Literal
 from oracle.formats import cache_name
 from oracle.formats.errors import Refusal, brief
 
-Lossy = Literal["", "quantised", "window"]
+Lossy = Literal["", "quantised", "depends", "window"]
+"""What a cache keeps less than it is given for: fewer bits; fewer bits, and what is kept depends on
+the calls in which it is fed (a block is packed when it is full, a scale grows); a window."""
+_LOSES: dict[Lossy, str] = {"depends": "quantised, by the calls in which it is fed"}
 Whose = Literal["mlx-lm", "ours", "port", "transformers", "own"]
 INSIDE: tuple[Whose, ...] = ("mlx-lm", "ours", "own")
 """Whose caches run inside mlx-lm's Llama."""
@@ -106,6 +109,11 @@ class Kind:
         return self.name.partition(":")[0]
 
     @property
+    def loses(self) -> str:
+        """What it loses by design, in words; "" if nothing."""
+        return _LOSES.get(self.lossy, self.lossy)
+
+    @property
     def text(self) -> str:
         """What `parse` makes this of, from any folder; of one's own file its absolute path."""
         if self.whose != "own":
@@ -183,13 +191,19 @@ def require(kind: Kind, head_dim: int) -> None:
         raise Refusal(f"size is {kind.options['size']}, expected {least} or more", where=where)
 
 
+def _names_file(text: str) -> bool:
+    """Whether a Python file is named, and no function of it."""
+    return text.rstrip(":").endswith(".py")
+
+
 def _own(text: str, lossy: Lossy) -> Kind:
     """FILE.py:make or module:function."""
     where, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
         known = ", ".join(BUILT_IN)
         what = f"{brief(text)}, expected FILE.py:make, module:function, or one of {known}"
-        raise Refusal(what, where="--cache")
+        meant = f"did you mean {text.rstrip(':')}:make?" if _names_file(text) else ""
+        raise Refusal(what, where="--cache", remedy=meant)
     if not where.endswith(".py"):
         if not all(part.isidentifier() for part in where.split(".")):
             raise Refusal(f"{brief(where)}, expected a module's name or FILE.py", where="--cache")

@@ -80,6 +80,17 @@ class MlxLmRunner(PlanRunner):
             prompt_cache.trim(self.caches[name], tokens, self.kind.name, held=held)
         self._keep(name, max(0, held - tokens))
 
+    def reset(self, name: str) -> None:
+        """By the layers' own `reset()` where every one has it, else a new cache."""
+        cache = self.caches[name]
+        if cache is None or not prompt_cache.resets(cache):
+            super().reset(name)
+        else:
+            with self._blamed("reset()"):
+                for layer in cache:
+                    layer.reset()
+            self.fed[name] = ()
+
     def pad(self, name: str, left: tuple[int, ...]) -> None:
         """Padding is what batch caches are made with, and others told by mlx-lm's `prepare`."""
         cache = self.caches[name]
@@ -137,9 +148,10 @@ class MlxLmRunner(PlanRunner):
 
     def says(self) -> dict[str, Any]:
         """What each cache says of itself beside what it holds, as `prompt_cache.facts`."""
-        heads = prompt_cache.heads_of(self.model)
+        heads, whole = prompt_cache.heads_of(self.model), self.kind.whose == "own"
         kept = {name: cache for name, cache in self.caches.items() if cache is not None}
-        return {CACHES: {name: prompt_cache.facts(cache, heads) for name, cache in kept.items()}}
+        facts = {n: prompt_cache.facts(cache, heads, whole=whole) for n, cache in kept.items()}
+        return {CACHES: facts}
 
     def nothing(self) -> Array:
         """(0, V)"""
@@ -150,10 +162,10 @@ class MlxLmRunner(PlanRunner):
 
         Of a person's own cache all layers', or none.
         """
-        heads = prompt_cache.heads_of(self.model)
+        heads, own = prompt_cache.heads_of(self.model), self.kind.whose == "own"
         for name, cache in self.caches.items():
-            rows = [_shown(layer, heads) for layer in cache or []]
-            if self.kind.whose == "own" and None in rows:
+            rows = [_shown(layer, heads, whole=own) for layer in cache or []]
+            if own and None in rows:
                 continue
             for i, pair in enumerate(rows):
                 if pair is not None:
@@ -195,10 +207,10 @@ class MlxLmRunner(PlanRunner):
             yield
 
 
-def _shown(layer: Any, heads: tuple[int, int]) -> tuple[Any, Any] | None:
+def _shown(layer: Any, heads: tuple[int, int], *, whole: bool) -> tuple[Any, Any] | None:
     """The rows of a layer, or None where it shows none or its state fails, as one's own may."""
     with suppress(Exception):
-        return prompt_cache.rows_of(layer, heads)
+        return prompt_cache.rows_of(layer, heads, whole=whole)
     return None
 
 

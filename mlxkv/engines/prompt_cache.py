@@ -176,11 +176,12 @@ class _Broken:
         raise BrokenOff
 
 
-def rows_of(layer: Any, heads: tuple[int, int]) -> tuple[Any, Any] | None:
+def rows_of(layer: Any, heads: tuple[int, int], *, whole: bool = False) -> tuple[Any, Any] | None:
     """Keys and values in use, each [B, K, S, D], by a layer's `state`; None where it shows none.
 
     Triples as mx.quantize gives them become what they stand for; `heads` are K and D. Those of a
-    full RotatingKVCache stand in the order of its ring.
+    full RotatingKVCache stand in the order of its ring. `whole`: only where S are as many as it
+    holds. Of a state whose order nobody knows, as a list of blocks, fewer say nothing.
     """
     found, length = getattr(layer, "state", None), said(layer)
     if not isinstance(found, tuple | list) or len(found) < 2 or length is None:
@@ -188,7 +189,10 @@ def rows_of(layer: Any, heads: tuple[int, int]) -> tuple[Any, Any] | None:
     keys, values = (_plain(side, heads[1]) for side in found[:2])
     if keys is None or values is None:
         return None
-    return used(keys, length, heads), used(values, length, heads)
+    pair = used(keys, length, heads), used(values, length, heads)
+    if whole and any(one.shape[1:] != (heads[0], length, heads[1]) for one in pair):
+        return None
+    return pair
 
 
 def _plain(side: Any, dim: int) -> Any:
@@ -221,6 +225,11 @@ def said(layer: Any) -> int | None:
 
 
 def _size(layer: Any) -> Any:
+    """By `size()`, which mlx-lm's base class has too, and there it is 0 whatever is held."""
+    from mlx_lm.models.cache import _BaseCache
+
+    if getattr(type(layer), "size", None) is getattr(_BaseCache, "size", _BaseCache):
+        raise Inexpressible("its class has no size() of its own")
     return layer.size()
 
 
@@ -242,16 +251,22 @@ def largest(layer: Any) -> int:
     return int(mx.max(offset)) if isinstance(offset, mx.array) else int(offset)
 
 
-def facts(cache: list[Any], heads: tuple[int, int]) -> dict[str, Any]:
+def resets(cache: list[Any]) -> bool:
+    """Whether every layer's cache has a call that empties it."""
+    return bool(cache) and all(callable(getattr(layer, "reset", None)) for layer in cache)
+
+
+def facts(cache: list[Any], heads: tuple[int, int], *, whole: bool = False) -> dict[str, Any]:
     """What a cache says of itself, beside what there is.
 
     `length`: tokens by `offset` (of a batch by `size()`); `size`: by `size()`; `nbytes`: bytes by
     `nbytes`; each None where it does not say. `allocated`: bytes of all arrays that can be reached
     from it. `rows`: those that it would give to attention; of several layers those of the layer
-    that is furthest from `length`.
+    that is furthest from `length`; `whole` as in `rows_of`. `reset`: how it is emptied.
     """
     length = _told(partial(said, cache[0])) if cache else None
-    rows = [held for layer in cache if (held := _told(partial(_held, layer, heads))) is not None]
+    held = (_told(partial(_held, layer, heads, whole)) for layer in cache)
+    rows = [n for n in held if n is not None]
     allocated = {id(array): array.nbytes for array in arrays_of(cache)}
     return {
         "length": length,
@@ -259,15 +274,16 @@ def facts(cache: list[Any], heads: tuple[int, int]) -> dict[str, Any]:
         "nbytes": _told(lambda: sum(layer.nbytes for layer in cache)),
         "allocated": sum(allocated.values()),
         "rows": max(rows, key=lambda n: abs(n - (length or 0)), default=None),
+        "reset": "reset()" if resets(cache) else "a new one",
     }
 
 
-def _held(layer: Any, heads: tuple[int, int]) -> int:
+def _held(layer: Any, heads: tuple[int, int], whole: bool) -> int:
     """Rows that a layer would give to attention, by `keys_and_values()`, else by its state."""
     if callable(given := getattr(layer, "keys_and_values", None)):
         keys = given()[0]
         return int((keys[0] if isinstance(keys, tuple | list) else keys).shape[2])
-    keys, _ = rows_of(layer, heads) or (None, None)
+    keys, _ = rows_of(layer, heads, whole=whole) or (None, None)
     if keys is None:
         raise Inexpressible("its state shows no rows")
     return int(keys.shape[2])

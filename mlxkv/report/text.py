@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlxkv.judge.result import Gate, plain
 from oracle.formats.trace import CACHES
 
 Row = Sequence[str]
-_WIDTH = 100
+WIDTH = 100
 
 
 def pretty(value: Any) -> str:
@@ -38,12 +39,27 @@ def clip(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def shortened(text: str, most: int) -> str:
+    """Text of at most `most` characters without its middle: an error begins with what it is, and
+    ends with where it was raised.
+    """
+    if len(text) <= most:
+        return text
+    end = (most - 3) // 2
+    return f"{text[: most - 3 - end]}...{text[-end:]}"
+
+
+def filled(text: str, indent: str = "  ", *, width: int = WIDTH) -> list[str]:
+    """Lines of at most `width` columns, broken between words; those after the first indented."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
 def wrapped(text: str) -> list[str]:
     """Lines of at most 100 columns, broken after a semicolon; those after the first indented."""
     first, *rest = text.split("; ")
     lines = [first]
     for clause in rest:
-        if len(f"{lines[-1]}; {clause};") <= _WIDTH:
+        if len(f"{lines[-1]}; {clause};") <= WIDTH:
             lines[-1] += f"; {clause}"
         else:
             lines[-1] += ";"

@@ -44,7 +44,7 @@ def test_scenarios_choose_lives_and_an_unknown_one_is_refused() -> None:
     assert_cache_behaves(make, scenarios=["singles", "chunks"])
     with pytest.raises(Refusal, match="scenarios: 'singels', expected some of singles, "):
         assert_cache_behaves(make, scenarios=["singels"])
-    with pytest.raises(Refusal, match="lossy: 'bits', expected '' or 'quantised' or 'window'"):
+    with pytest.raises(Refusal, match="lossy: 'bits', expected '' or 'quantised' or 'depends"):
         assert_cache_behaves(make, lossy="bits")
 
 

@@ -313,7 +313,9 @@ def test_a_terminal_shows_one_cache_in_words_and_many_side_by_side() -> None:
     assert one[2] == "trim  silently wrong  8e+05  step 5"
     many = cachepage.console(page(wrong, more=3), report="out/caches.md").splitlines()
     assert many[0] == "A  mlx-lm: ConcatenateKVCache"
-    assert "trim  X  X  X  X  a used cache cut back to a common prefix, another end aft..." in many
+    assert (
+        "trim  X  X  X  X  a used cache cut back to a common prefix, another end after it" in many
+    )
     assert many[-1].endswith("4 silently wrong, all as expected    report: out/caches.md")
     assert all(len(line) <= 100 for line in many)
 

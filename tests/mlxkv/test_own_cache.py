@@ -134,7 +134,7 @@ def test_a_cache_without_the_rest_of_the_protocol_is_fed_and_no_more(
     )
     assert errors[7] is not None
     assert (
-        "LRUPromptCache failed with AttributeError: 'Own' object has no attribute 'nb" in errors[7]
+        errors[7] == "cannot be expressed: class Own has no nbytes, which LRUPromptCache asks for"
     )
     # It shows no rows, so there is nothing of it but logits.
     assert not any(name.startswith("kv/") for name in found.arrays())
@@ -257,6 +257,11 @@ def test_a_module_is_imported_by_its_name(
             "import os\nos._exit(3)",
             "mine.py: its process ended with exit code 3, expected a result",
         ),
+        (
+            "import os\ndef make(config):\n    os._exit(0)",
+            "mine.py: its process ended with exit code 0 before it was done, expected a result; "
+            "the file ends its own process",
+        ),
         (OWN, "error: mine.py:make: no function make in "),
     ],
 )
@@ -333,6 +338,39 @@ def test_a_lossy_cache_is_judged_as_any_other_and_said_to_be_lossy(
     note = "note: lossy by design (quantised): `mlxkv cost` says what it costs"
     assert note in done.stdout
     assert "mlx-lm with StoredKVCache:dtype=bfloat16" in done.stdout
+    assert "a scale, an eps" not in done.stdout
+    assert ("lossy by design: " in done.stdout) == (name == "locate")
+
+
+def test_where_a_lossy_cache_that_shows_no_rows_is_off_nothing_is_guessed(
+    folder_of: Callable[[str], Path],
+    oracle_of: Callable[[str], Path],
+    kind: Callable[..., kinds.Kind],
+    tmp_path: Path,
+) -> None:
+    least = OWN.partition("    @property")[0].replace(
+        "        new = (k",
+        "        keys = keys.astype(mx.bfloat16).astype(mx.float32)\n        new = (k",
+    )
+    own = kind(least + MAKE).text
+    given = folder_of("gqa"), oracle_of("gqa"), tmp_path
+    done = judged("locate", *given, own, "--lossy", "quantised")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "a scale, an eps, weights" not in done.stdout
+    assert "lossy by design: which rows are off can be seen where `.state` shows" in done.stdout
+    done = judged("locate", *given, own)
+    assert "a scale, an eps, weights" in done.stdout
+
+
+def test_a_state_whose_order_nobody_knows_is_not_compared(
+    folder_of: Callable[[str], Path], oracle_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A list of blocks of 16 rows, for 24 tokens and more."""
+    own = f"{Path(__file__).parent / 'own_formats.py'}:paged"
+    done = judged("compare", folder_of("gqa"), oracle_of("gqa"), tmp_path, own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "own_formats.py:paged: agree (logits)" in done.stdout
+    assert "cannot tell" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,43 @@ def test_built_in_caches_behave_as_is_known(model: Path, tmp_path: Path) -> None
     ragged = lives["BatchRotatingKVCache:size=10"]["ragged"]
     assert ragged["behaviour"] == "lossy by design"
     page = (tmp_path / "caches.md").read_text()
+    assert "not exercised: batches of more than two rows; " in done.stdout
+    assert "batches of more than two rows" in value["not_exercised"]
+    assert "- what its format must cost: `mlxkv cost --known SPEC` says" in page
+    assert "| a new one |" in page
     assert "## What is not right" in page
     assert "## What the lossy ones lose" in page
+
+
+def test_a_format_of_ones_own_that_depends_on_its_calls(model: Path, tmp_path: Path) -> None:
+    """Said to be so it is right; said to be quantised only, it is told what it could be."""
+    own = ["--cache", f"{OWN.parent / 'own_formats.py'}:running", "--lossy"]
+    done = mlxkv("pitfalls", model, *TALKS, *own, "depends", "--out", tmp_path / "so")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| reset() |" in (tmp_path / "so" / "caches.md").read_text()
+    done = mlxkv("pitfalls", model, *TALKS, *own, "quantised", "--out", tmp_path / "not")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (one,) = json.loads((tmp_path / "not" / "caches.json").read_text())["caches"]
+    assert "--lossy depends" in one["hint"]
+    assert (
+        "- hint: own_formats.py:running: wrong only" in (tmp_path / "not" / "caches.md").read_text()
+    )
+    for line in done.stdout.splitlines()[:-1]:
+        assert len(line) <= 100, line
+    assert "hint: own_formats.py:running: wrong only where it is fed in other calls" in done.stdout
+
+
+def test_a_lossy_cache_whose_calls_fail_says_why(model: Path, tmp_path: Path) -> None:
+    own = ["--cache", f"{OWN.parent / 'own_formats.py'}:fails", "--lossy", "window"]
+    done = mlxkv("pitfalls", model, *TALKS, *own, "--out", tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "window not reached in " in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "RuntimeError: boom: the table" in said
+    assert "(own_formats.py:" in said
+    page = (tmp_path / "caches.md").read_text()
+    assert "RuntimeError: boom: the table" in page
+    assert "(own_formats.py:" in page
 
 
 def test_ones_own_cache_is_right_or_found_wrong(model: Path, tmp_path: Path) -> None:

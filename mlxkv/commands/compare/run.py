@@ -69,7 +69,7 @@ def by_design(runs: Runs) -> tuple[str, ...]:
     """The note on a cache that keeps less than it is given, whose verdict is that on any other."""
     if runs.cache is None or not runs.cache.lossy:
         return ()
-    return (f"lossy by design ({runs.cache.lossy}): `mlxkv cost` says what it costs",)
+    return (f"lossy by design ({runs.cache.loses}): `mlxkv cost` says what it costs",)
 
 
 def _third(runs: Runs, traces: Sequence[Trace]) -> Assigned:

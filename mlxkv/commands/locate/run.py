@@ -17,6 +17,7 @@ from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.layers import count
 from mlxkv.commands.locate.opened import Opened
 from mlxkv.engines import job, oracle, own, process
+from mlxkv.engines.kinds import Kind
 from mlxkv.engines.progress import say
 from mlxkv.judge.admission import case_reasons
 from mlxkv.judge.assign import Assigned, assign
@@ -38,6 +39,9 @@ SCORES_MOST = 512
 they would outweigh all other taps."""
 
 
+_SHOWN = "`.state` shows keys and values, each [B, K, S, D], S being `offset`"
+
+
 def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, command: str) -> Report:
     """Runs, judges and looks for the place; `candidates` are traces of one more engine."""
     third = [trace.read(path) for path in candidates]
@@ -49,6 +53,7 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
         if found is None:
             found = _from_outside(case, _main(runs), suspects)
             found = replace(found, notes=(*comparing.by_design(runs), *found.notes))
+            found = _by_design(found, runs.cache)
         if found.outcome == "nothing" and runs.probe is not None:
             found, case = _in_probe(found, case, runs.probe)
         located = [(runs.arithmetic[0].meta.engine, found)]
@@ -130,6 +135,18 @@ def _from_outside(case: Case, ours: Assigned, suspects: Suspects) -> Located:
     named, verdict = ours.candidates, ours.judge()
     why, notes = _explained(suspects, verdict, named)
     return place.locate(case, verdict, arithmetic=named, cause=why, notes=notes)
+
+
+def _by_design(found: Located, cache: Kind | None) -> Located:
+    """The place as it is to be read of a cache that is off by design: what a first wrong position
+    points to in a model says nothing of it.
+    """
+    if cache is None or not cache.lossy or found.outcome != "located":
+        return found
+    hint = found.hint
+    if hint is None or found.pointed in hint:
+        hint = f"which rows are off can be seen where {_SHOWN}"
+    return replace(found, kind=None, hint=f"lossy by design: {hint}")
 
 
 def _explained(

@@ -13,7 +13,17 @@ from mlxkv.commands.pitfalls.known import Finding
 from mlxkv.commands.pitfalls.lives import WHAT
 from mlxkv.commands.pitfalls.scenarios import LOSSY, NO, REFUSED, RIGHT, UNSEEN, WRONG, Behaviour
 from mlxkv.commands.pitfalls.trial import OWN_NOISE, Came
-from mlxkv.report.text import clip, code, columns, environment_table, markdown_table, several
+from mlxkv.report.text import (
+    WIDTH,
+    clip,
+    code,
+    columns,
+    environment_table,
+    filled,
+    markdown_table,
+    several,
+    shortened,
+)
 
 MARKS: dict[Behaviour, str] = {
     RIGHT: ".",
@@ -31,6 +41,8 @@ SHORT: dict[Behaviour, str] = {
     NO: "-",
     UNSEEN: "?",
 }
+_ERROR = 300
+"""Characters of an error that are shown: what it is, and the line that raised it."""
 _FEW = 2
 """So many caches have a table of their own in a terminal; more stand side by side as marks."""
 WORDS = (
@@ -53,32 +65,48 @@ HOW = (
 def console(caches: Caches, *, report: str) -> str:
     few = len(caches.columns) <= _FEW
     lines = list(_each(caches) if few else _side_by_side(caches))
-    lines += [f"news: {line}" for line in surprises(caches)]
-    return "\n".join([*lines, f"{sentence(caches)}    report: {report}"]) + "\n"
+    for line in _said(caches):
+        lines += filled(line)
+    end = f"{sentence(caches)}    report: {report}"
+    ends = [end] if len(end) <= WIDTH else [sentence(caches), f"report: {report}"]
+    return "\n".join([*lines, *ends]) + "\n"
+
+
+def _said(caches: Caches) -> Iterator[str]:
+    """What is said under the table in a terminal."""
+    yield from (f"news: {line}" for line in surprises(caches))
+    yield from (f"hint: {line}" for line in hints(caches))
+    short = "; ".join(line.partition(": ")[0] for line in caches.unexercised)
+    yield f"not exercised: {short}"
 
 
 def table(came: Sequence[Came]) -> list[str]:
     """One cache's lives as lines: what came of each, its cost, and where it is wrong."""
-    rows = [(one.life, one.behaviour, _cost(one), _detail(one)) for one in came]
-    return columns(("life", "behaviour", "cost", "where"), rows, left={0, 1, 3})
+    cells = [(one.life, one.behaviour, _cost(one)) for one in came]
+    head = ("life", "behaviour", "cost")
+    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(head, *cells, strict=True))
+    rows: list[tuple[str, ...]] = []
+    for one, start in zip(came, cells, strict=True):
+        first, *more = filled(_detail(one), "", width=room)
+        rows += [(*start, first), *(("", "", "", line) for line in more)]
+    return columns((*head, "where"), rows, left={0, 1, 3})
 
 
 def _each(caches: Caches) -> Iterator[str]:
     for column in caches.columns:
-        yield _named(column)
+        yield from filled(_named(column))
         yield from table(column.came)
         yield ""
 
 
 def _side_by_side(caches: Caches) -> Iterator[str]:
     for letter, column in _lettered(caches):
-        yield f"{letter}  {_named(column)}"
+        yield from filled(f"{letter}  {_named(column)}")
     yield ""
     head = ("life", *(letter for letter, _ in _lettered(caches)), "what")
-    rows = [
-        [name, *(_mark(column, name) for _, column in _lettered(caches)), clip(WHAT[name], 60)]
-        for name in caches.lives
-    ]
+    marks = {n: [_mark(column, n) for _, column in _lettered(caches)] for n in caches.lives}
+    room = WIDTH - max(map(len, marks)) - 3 * len(caches.columns) - 2
+    rows = [[name, *of, clip(WHAT[name], max(room, 3))] for name, of in marks.items()]
     yield from columns(head, rows, left=set(range(len(head))))
     yield ""
     yield "  ".join(f"{mark} {behaviour}" for behaviour, mark in MARKS.items())
@@ -92,6 +120,7 @@ def markdown(caches: Caches, *, commands: Sequence[str]) -> str:
     parts = [
         [f"# Caches: {caches.model}", "", f"**{sentence(caches)}**"],
         [f"- news: {line}" for line in surprises(caches)],
+        [f"- hint: {line}" for line in hints(caches)],
         [WORDS],
         [HOW],
         legend,
@@ -100,6 +129,7 @@ def markdown(caches: Caches, *, commands: Sequence[str]) -> str:
         _lost(caches),
         _without(caches),
         _facts(caches),
+        ["## Not exercised", "", *(f"- {line}" for line in caches.unexercised)],
         ["## Environment", "", *environment_table(hosts)],
         ["## Inputs", "", *markdown_table(("", ""), inputs, left={0, 1})],
         ["## Reproduce", "", "```sh", *commands, "```"],
@@ -114,6 +144,11 @@ def surprises(caches: Caches) -> list[str]:
         f"expected {column.expected(one.life)[0]}{_beside(one)}"
         for column, one in caches.surprises
     ]
+
+
+def hints(caches: Caches) -> list[str]:
+    """A line for each cache of which something would explain all that is wrong."""
+    return [f"{one.kind.name}: {one.hint}" for one in caches.columns if one.hint]
 
 
 def sentence(caches: Caches) -> str:
@@ -133,7 +168,7 @@ def _detail(one: Came) -> str:
         return one.where
     # What follows a first error mostly follows from it.
     first = one.errors[0].removeprefix(f"{NO}: ") if one.errors else ""
-    return one.reason or clip(first, 100)
+    return one.reason or shortened(first, _ERROR)
 
 
 def _cost(one: Came) -> str:
@@ -142,7 +177,7 @@ def _cost(one: Came) -> str:
 
 
 def _named(column: Column) -> str:
-    lossy = f", lossy by design ({column.kind.lossy})" if column.kind.lossy else ""
+    lossy = f", lossy by design ({column.kind.loses})" if column.kind.lossy else ""
     return f"{column.kind.whose}: {column.kind.name}{lossy}"
 
 
@@ -219,7 +254,7 @@ def _without(caches: Caches) -> list[str]:
     for column in caches.columns:
         for one in column.came:
             if one.behaviour in (REFUSED, NO):
-                why = clip(_detail(one), 160).replace("|", "\\|")
+                why = _detail(one).replace("|", "\\|")
                 rows.setdefault((column.kind.name, one.behaviour, why), []).append(one.life)
     cells = [(name, ", ".join(lives), how, why) for (name, how, why), lives in rows.items()]
     if not cells:
@@ -230,12 +265,13 @@ def _without(caches: Caches) -> list[str]:
 
 
 def _facts(caches: Caches) -> list[str]:
-    names = ("length", "rows", "nbytes", "allocated")
+    names = ("length", "size", "rows", "nbytes", "allocated")
     rows = []
     for column in caches.columns:
         values = [column.facts.get(name) for name in names]
         cells = [f"{v:,}" if isinstance(v, int) else "-" for v in values]
-        rows.append([column.kind.name, f"{column.fed}", *cells])
-    head = ("cache", "fed", "length", "rows", "bytes said", "bytes allocated")
-    said = "After the first life: `-` where a cache does not say."
+        reset = str(column.facts.get("reset", "-"))
+        rows.append([column.kind.name, f"{column.fed}", *cells, reset])
+    head = ("cache", "fed", "length", "size()", "rows", "bytes said", "bytes allocated", "emptied")
+    said = "After the first life: `-` where a cache does not say. `emptied`: by what, in `reset`."
     return ["## What they say of themselves", "", said, "", *markdown_table(head, rows, left={0})]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from mlxkv.commands.pitfalls import known
+from mlxkv.commands.pitfalls import known, unexercised
 from mlxkv.commands.pitfalls.known import Finding
 from mlxkv.commands.pitfalls.lives import WHAT
 from mlxkv.commands.pitfalls.scenarios import WRONG, Behaviour
 from mlxkv.commands.pitfalls.straight import Straight
-from mlxkv.commands.pitfalls.trial import Came
+from mlxkv.commands.pitfalls.trial import Came, Trial
 from mlxkv.engines.kinds import Kind
 from mlxkv.judge.result import plain
 from oracle.formats.trace import Meta
@@ -31,16 +31,23 @@ class Column:
     noise: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     fed: int = 0
+    unexercised: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, kind: Kind, came: Sequence[Came], meta: Meta, own: Straight | None) -> Self:
+    def of(cls, trial: Trial, came: Sequence[Came], meta: Meta, own: Straight | None) -> Self:
         """From what its first life, which feeds a cache named "a", left."""
         facts = dict(meta.environment.get("caches", {}).get("a", {}))
         environment = {
             name: v for name, v in meta.environment.items() if name not in ("caches", "cache")
         }
         noise = own.noise if own is not None else None
-        return cls(kind, tuple(came), environment, noise, facts, meta.plan.longest)
+        fed, unseen = meta.plan.longest, unexercised.lines(trial)
+        return cls(trial.kind, tuple(came), environment, noise, facts, fed, unseen)
+
+    @property
+    def hint(self) -> str:
+        """What would explain all that is wrong, if it is meant so; "" if nothing would."""
+        return known.depends(self.kind, self.came)
 
     @property
     def odd(self) -> list[Came]:
@@ -64,6 +71,8 @@ class Column:
             "lives": {one.life: self._life(one) for one in self.came},
             "noise": self.noise,
             "says": {**self.facts, "fed": self.fed},
+            "not_exercised": self.unexercised,
+            "hint": self.hint,
         }
 
     def _life(self, one: Came) -> dict[str, Any]:
@@ -96,6 +105,19 @@ class Caches:
         return [name for name in WHAT if name in made]
 
     @property
+    def unexercised(self) -> list[str]:
+        """What was not exercised, each line once, with the caches that it is of if not of all."""
+        of: dict[str, list[str]] = {}
+        for column in self.columns:
+            for line in column.unexercised:
+                of.setdefault(line, []).append(column.kind.name)
+        every = len(self.columns)
+        return [
+            line if len(names) == every else f"{line} ({', '.join(names)})"
+            for line, names in of.items()
+        ]
+
+    @property
     def surprises(self) -> list[tuple[Column, Came]]:
         return [(column, one) for column in self.columns for one in column.odd]
 
@@ -126,6 +148,7 @@ class Caches:
             "lives": {name: WHAT[name] for name in self.lives},
             "caches": [column.to_json() for column in self.columns],
             "not_for_this_model": self.without,
+            "not_exercised": self.unexercised,
             "surprises": [(column.kind.name, one.life) for column, one in self.surprises],
             "exit_code": self.exit_code,
             "environment": {column.kind.name: column.environment for column in self.columns},

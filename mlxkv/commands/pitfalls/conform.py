@@ -172,7 +172,7 @@ def _columns(
         own = trial.measure(traces[key], [one[key] for one in again if key in one], truths)
         came = trial.judge(traces[key], truths, own)
         first = next(iter(traces[key].values()))
-        columns.append(Column.of(trial.kind, came, first.meta, own))
+        columns.append(Column.of(trial, came, first.meta, own))
     return columns
 
 

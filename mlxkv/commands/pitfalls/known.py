@@ -6,8 +6,10 @@ known publicly, and ten lines that show it with nothing of ours. A test runs eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlxkv.commands.pitfalls.lives import FACTS, ONLY_FED
 from mlxkv.commands.pitfalls.scenarios import LOSSY, NO, REFUSED, RIGHT, UNSEEN, WRONG, Behaviour
 from mlxkv.commands.pitfalls.trial import Came
 from mlxkv.engines import kinds
@@ -269,6 +271,22 @@ def odd(kind: Kind, came: Came) -> bool:
     """Whether what came was not to be expected."""
     crashed = kind.whose == "own" and came.crashed
     return crashed or not (came.reason or came.behaviour in expected(kind, came.life))
+
+
+def depends(kind: Kind, came: Sequence[Came]) -> str:
+    """That a cache may depend on its calls by design, where that would explain all that is wrong;
+    else "".
+    """
+    wrong = [one for one in came if one.behaviour == WRONG and one.life not in FACTS]
+    fed = any(one.life in ONLY_FED for one in wrong)
+    if kind.whose != "own" or kind.lossy != "quantised" or not fed:
+        return ""
+    if not all(one.otherwise for one in wrong):
+        return ""
+    return (
+        "wrong only where it is fed in other calls than it is measured by: if what it keeps "
+        "depends on the calls by design, say so with --lossy depends"
+    )
 
 
 def finding(kind: Kind, life: str) -> Finding | None:

@@ -65,7 +65,9 @@ WHAT: dict[str, str] = {
 """What is tried, in the order of the tables. The last two need no calls of their own: they are read
 from the others."""
 FACTS = ("lengths", "bytes")
-_WINDOW = ("ends", "ends-chunks", "wide", "late", "late-trim", "late-saved", "late-copy")
+ONLY_FED = ("singles", "alone", "chunks", "several", "blocks", "blocks-chunk")
+"""Those in which nothing else happens to the cache."""
+WINDOW = ("ends", "ends-chunks", "wide", "late", "late-trim", "late-saved", "late-copy")
 """Those that only a window has."""
 _BLOCKS = 264
 """Tokens across the 256 rows in which caches grow."""
@@ -265,7 +267,7 @@ def _windows(talks: Talks, w: int) -> list[Life]:
     names = [name for name, tokens in talks.tokens.items() if len(tokens) >= longest]
     if not names or w < 4:
         why = f"a window of {w}; 4 to {(max(map(len, talks.tokens.values())) - 4) // 2} can be seen"
-        return [Life(name, None, why) for name in _WINDOW]
+        return [Life(name, None, why) for name in WINDOW]
     tokens, rows = talks.tokens[names[0]], talks.rows[names[0]]
     found = []
     for name, some in ways.items():

@@ -87,7 +87,7 @@ def tried(
     lossy: str = "",
     model: Any = None,
     only: Collection[str] = (),
-) -> tuple[Kind, list[Came]]:
+) -> tuple[Trial, list[Came]]:
     """What came of every life of the caches that `make` makes, or of `only` some."""
     if lossy not in get_args(Lossy):
         what = f"{lossy!r}, expected {' or '.join(map(repr, get_args(Lossy)))}"
@@ -96,7 +96,7 @@ def tried(
         what = f"{unknown[0]!r}, expected some of {', '.join(WHAT)}"
         raise Refusal(what, where="scenarios")
     model = small() if model is None else model
-    name = getattr(make, "__qualname__", type(make).__name__)
+    name = getattr(make, "__qualname__", type(make).__name__).rpartition(".")[2]
     kind = Kind(
         name, "own", cast(Lossy, lossy), module=getattr(make, "__module__", ""), function=name
     )
@@ -114,7 +114,7 @@ def tried(
         trial = Trial(kind, talks, _window(run, truths["long"]), tuple(only))
     traces = {plan.name: run(plan) for plan in trial.plans}
     again = [{p.name: run(p, n) for p in trial.straights} for n in DITHERS]
-    return kind, trial.judge(traces, truths, trial.measure(traces, again, truths))
+    return trial, trial.judge(traces, truths, trial.measure(traces, again, truths))
 
 
 def _trace(runner: MlxLmRunner) -> Trace:

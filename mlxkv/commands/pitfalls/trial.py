@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,8 @@ from oracle.formats.trace import Trace
 WORST_FIRST = (WRONG, REFUSED, NO, LOSSY, UNSEEN, RIGHT)
 DEPENDS = ("SwitchedKVCache", "QuantizedCache")
 """The built-in caches whose rows depend, as documented, on the calls in which they are fed: what is
-quantised is what a call before has left. They are measured by fresh caches fed in the same calls.
+quantised is what a call before has left. They, and one's own that is said to be so (`--lossy
+depends`), are measured by fresh caches fed in the same calls.
 Where that is all that a life is, nothing is left to compare; nor is there where tokens that were
 trimmed away have set off the switch, which nothing undoes, or where the rows of a batch share a
 scale."""
@@ -48,7 +49,8 @@ class Came:
 
     `worst` is the distance of its worst row from the truth in noise floors, `apart` that of a lossy
     cache's from itself fed straight, in its own noise. `rows` were compared; `where` is the first
-    wrong call. `errors` are those of its steps, and `reason` says why there is no run.
+    wrong call. `errors` are those of its steps, and `reason` says why there is no run. `otherwise`:
+    all that is wrong was fed in other calls than the cache is measured by.
     """
 
     life: str
@@ -59,6 +61,7 @@ class Came:
     where: str = ""
     errors: tuple[str, ...] = ()
     reason: str = ""
+    otherwise: bool = False
 
     @property
     def crashed(self) -> bool:
@@ -108,7 +111,16 @@ class Trial:
 
     @property
     def depends(self) -> bool:
-        return self.kind.base in DEPENDS
+        return self.kind.lossy == "depends" or self.kind.base in DEPENDS
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """By talk how many of its tokens its lives go through."""
+        ends: dict[str, int] = {}
+        for life in self.lives:
+            for fed in Walk(life.plan, self.talks.tokens).calls() if life.plan else ():
+                ends[fed.talk] = max(ends.get(fed.talk, 0), fed.end)
+        return ends
 
     @cached_property
     def ways(self) -> dict[tuple[str, tuple[int, ...]], Plan]:
@@ -122,12 +134,8 @@ class Trial:
         if not self.kind.lossy:
             return []
         tokens, rows = self.talks.tokens, self.talks.rows
-        ends: dict[str, int] = {}
-        for life in self.lives:
-            for fed in Walk(life.plan, tokens).calls() if life.plan else ():
-                ends[fed.talk] = max(ends.get(fed.talk, 0), fed.end)
         made = []
-        for talk, end in ends.items():
+        for talk, end in self.ends.items():
             kept = rows[talk]
             some = kept if isinstance(kept, str) else tuple(at for at in kept if at < end)
             sizes = self._straight_sizes(talk, end)
@@ -155,13 +163,25 @@ class Trial:
             runs = [rows_of(some[plan.name], truths[talk]) for some in (traces, *dithered)]
             there = np.isfinite(runs[0]).all(axis=1)
             rows[talk] = runs[0]
-            own = max(own, noise([run[there] for run in runs], truths[talk].floor[there]))
+            if there.any():  # a cache whose calls all fail has no rows, and says why in its lives
+                own = max(own, noise([run[there] for run in runs], truths[talk].floor[there]))
         if not self.depends:
             return Straight(rows, own)
         kept = {plan.name: plan for plan in self.ways.values()}
         talk_of = {plan.name: talk for (talk, _), plan in self.ways.items()}
         fed = {name: rows_of(traces[name], truths[talk_of[name]]) for name in kept}
         return Straight(rows, own, {way: fed[plan.name] for way, plan in self.ways.items()})
+
+    def _otherwise(self, parts: Sequence[Part | None]) -> bool:
+        """Whether all that is wrong was fed in other calls than a straight cache is."""
+        wrong = [p for p in parts if p is not None and p.behaviour == WRONG]
+        return bool(wrong) and all(
+            p.apart is not None
+            and np.isfinite(p.apart)
+            and list(p.fed.sizes)
+            != self._straight_sizes(p.fed.talk, self.ends[p.fed.talk])[: len(p.fed.sizes)]
+            for p in wrong
+        )
 
     def judge(
         self,
@@ -180,7 +200,8 @@ class Trial:
             failed = {i for i, outcome in enumerate(trace.meta.outcomes) if outcome.error}
             walk = Walk(trace.meta.plan, tokens, failed=failed)
             parts = [_part(fed, trace, truths[fed.talk], own) for fed in walk.calls()]
-            found.append(_came(life, trace, [part for part in parts if part is not None]))
+            made = _came(life, trace, [part for part in parts if part is not None])
+            found.append(replace(made, otherwise=self._otherwise(parts)))
             said.hear(life.name, trace, walk.lengths())
         wanted = [name for name in FACTS if not self.only or name in self.only]
         return found + [said.came(name) for name in wanted]
@@ -277,15 +298,16 @@ class Said:
             self._bytes(life, says)
 
     def _length(self, life: str, says: Mapping[str, Any], length: int) -> None:
-        said, rows = says.get("length"), says.get("rows")
-        if said is None:
-            return
-        self.heard["lengths"] += 1
+        said, rows, size = says.get("length"), says.get("rows"), says.get("size")
+        window = self.kind.lossy == "window"
+        self.heard["lengths"] += said is not None or size is not None
         # Of a batch with a window the size is what can be asked for.
-        if said != length and said != min(length, self.window or length):
+        if said is not None and said not in (length, min(length, self.window or length)):
             self.wrong["lengths"].append(f"{life}: says {said} after {length} tokens")
-        elif rows is not None and not self.kind.lossy and rows != length:
+        elif rows is not None and (rows > length if window else rows != length):
             self.wrong["lengths"].append(f"{life}: {rows} rows for {length} tokens")
+        elif size is not None and (size > length if window else size != length):
+            self.wrong["lengths"].append(f"{life}: size() is {size} after {length} tokens")
 
     def _bytes(self, life: str, says: Mapping[str, Any]) -> None:
         said, allocated = says.get("nbytes"), says.get("allocated")
