@@ -9,6 +9,7 @@ import numpy as np
 
 from mlxkv.commands.cost import metrics
 from mlxkv.commands.cost.result import Cost, Measured
+from mlxkv.commands.cost.scoring import FAR
 from mlxkv.report import plots
 from mlxkv.report.text import power
 
@@ -39,7 +40,7 @@ def kl_against_bytes(cost: Cost) -> str:
             _points(axes, kind, [one for one in (cost.noise, *shown) if _kind(one) == kind], noise)
         _names(axes, cost.shown, noise)
         axes.set(title=f"{cost.model}: what a smaller cache costs")
-        axes.set(xlabel="bytes of the cache per token (of the whole text)")
+        axes.set(xlabel=f"bytes of the cache per token, after {FAR:,} tokens")
         axes.set(ylabel="mean KL against the float64 truth (nats)")
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
