@@ -615,6 +615,12 @@ def test_the_picture_names_every_variant_and_is_the_same_each_time() -> None:
     assert svg == picture.kl_against_bytes(cost())
 
 
+@pytest.mark.filterwarnings("error")
+def test_variants_of_one_size_are_drawn_too() -> None:
+    some = (cost().noise, measured("own", 1e-3, 46080))
+    assert "own" in picture.kl_against_bytes(cost(measured=some))
+
+
 # All of it.
 
 

@@ -108,13 +108,10 @@ def known(one: Measured) -> str:
     if found.met:
         return "as it should be"
     if found.spec == metrics.NOTHING:
-        own = one.variant.kind.whose == "own"
-        said, else_ = (
-            ("not declared lossy", ", or declare it with --lossy")
-            if own
-            else ("keeps every row", "")
-        )
-        return f"{said}, and loses {_lost(one, found)}: a fault{else_}"
+        said, remedy = "keeps every row", ""
+        if one.variant.kind.whose == "own":
+            said, remedy = "not declared lossy", ", or declare it with --lossy"
+        return f"{said}, and loses {_lost(one, found)}: a fault{remedy}"
     return f"{_missed(one, found)}: not the format's cost but a fault"
 
 

@@ -48,6 +48,9 @@ def kl_against_bytes(cost: Cost) -> str:
         axes.tick_params(axis="x", which="minor", length=3.5)
         axes.yaxis.set_minor_formatter(lambda *_: "")
         axes.margins(x=0.15)
+        sizes = [one.per_token for one in cost.shown]
+        if min(sizes) == max(sizes):  # which leaves a margin nothing to be a share of
+            axes.set_xlim(sizes[0] / 2, sizes[0] * 2)
         axes.grid(color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         return plots.svg(figure)
