@@ -488,15 +488,101 @@ def test_the_page_says_what_missed_its_known_answer_and_what_was_not_seen() -> N
     assert "not the format's cost but a fault" in text
     assert "- not seen: float16: layer 0 shows no keys and values" in text
     assert "- not measured: weights 4 bits: rows of 48, expected 64" in text
-    assert "forgotten somewhere by window 256" in text
+    assert "forgotten by window 256 (at 128)" in text
+
+
+def test_forgotten_is_said_only_at_distances_at_which_the_full_cache_remembers() -> None:
+    far = (128, 320, 1088)
+    full, lost = dict(zip(far, (0.95, 0.84, 0.95), strict=True)), dict.fromkeys(far, 0.0)
+    some = tuple(replace(one, rates=full) for one in cost().shown)
+
+    def said(*measured: Measured) -> str:
+        of = cost(measured=measured, distances=far)
+        assert "320 back (*)" in page.markdown(of, commands=[], svg=None)
+        assert (of.tells, of.to_json()["tells"]) == ((128, 1088), [128, 1088])
+        return " ".join(page.console(of, report="r").split())
+
+    assert "cannot tell at 320 back; forgotten by none" in said(*some)
+    assert "forgotten by none" in said(*some[:-1], replace(some[-1], rates=full | {320: 0.0}))
+    text = said(*some[:-1], replace(some[-1], rates=lost))
+    assert "forgotten by weights 8 bits (at 128, 1,088)" in text
 
 
 def test_a_model_that_finds_nothing_far_back_cannot_tell() -> None:
     some = list(cost().measured)
     some[0] = replace(some[0], rates={128: 0.89})
     text = page.console(cost(measured=tuple(some)), report="r")
-    assert "this model cannot tell" in text
+    assert "this model cannot tell at 128 back" in text
     assert "forgotten" not in text
+
+
+def test_what_was_missed_leads_the_sentence() -> None:
+    def said(kl: float, **more: Any) -> str:
+        met = {"spec": "float16", "mean_kld": 1e-3, "ratio": 1.0, "errors": 1.5, "apart": 0.1}
+        found = Known(**met | {"most_apart": 0.3, "met": False} | more)
+        return page.known(measured("x", kl, 100, known=found))
+
+    mean = float(measured("x", 1e-3, 100).all.mean_kld.mean)
+    ratio = said(1.281e-3, ratio=1.281, mean_kld=mean)
+    assert ratio.startswith("mean KL is 1.28 of its known answer, expected within 10 % (1.5 stand")
+    apart = said(1e-3, ratio=1.01, apart=9.0)
+    assert apart.startswith("differs from its known answer by 9 of it at a position on average")
+    one = said(1e-3, spec=metrics.NOTHING, ratio=1.2, apart=40.0)
+    assert one.startswith("keeps every row, and loses ")
+    assert "nats at one position, 40 times the largest noise" in one
+    assert "nats on average, 1e+08 times the noise" in said(1e-3, spec=metrics.NOTHING, ratio=1e8)
+
+
+def test_names_differ_where_the_caches_do_and_leave_out_what_is_usual(tmp_path: Path) -> None:
+    given = ("QuantizedKVCache:bits=4", "QuantizedKVCache:bits=8", "SplitKVCache:keys=4,values=8")
+    names = [one.name for one in variants.chosen(given, "", "")]
+    assert names[1:] == ["QuantizedKVCache:bits=4", "QuantizedKVCache", given[2]]
+    files = [tmp_path / folder / "one.py" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("")
+    own = variants.chosen([f"{file}:make" for file in (*files, files[0])], "", "")
+    assert [one.name for one in own[1:]] == ["one.py:make", "one.py:make (2)"]
+
+
+@pytest.mark.parametrize("length", [3, 22, 23, 60, 300])
+@pytest.mark.parametrize("kl", [0.0, 1e-300, 1e-9, 700.0])
+def test_the_terminals_table_fits_whatever_it_shows(length: int, kl: float) -> None:
+    away = Known("float16", 1e-30, 1e25, 1e9, 7.0, 1e-4, False)
+    names = [f"{letter * length}" for letter in "ab"]
+    some = [measured(name, kl, 10**9, known=away) for name in names]
+    made = cost(measured=(cost().noise, *some), distances=())
+    lines = page.console(made, report="r").splitlines()
+    assert max(map(len, lines)) <= 100
+    for name in names:
+        assert any(line.startswith(name[:97]) for line in lines)
+
+
+def test_the_error_of_a_single_position_is_a_dash() -> None:
+    assert page._pair(Value(1.5, math.nan), 4) == ["1.5000", "-"]
+    assert page._pair(Value(math.nan, math.nan), 4) == ["-", "-"]
+    assert page._pair(Value(2.0, 1e300), 4) == ["2.0000", "1.00e+300"]
+    rows, noise = rows_of([1e-3, 2e-3]), rows_of([1e-11] * 2)
+    some = [replace(one, parts={"all": metrics.figures(rows, noise)}) for one in cost().shown]
+    text = page.console(cost(measured=tuple(some)), report="r")
+    text += page.markdown(cost(measured=tuple(some)), commands=[], svg=None)
+    assert not re.search(r"\bnan\b", text)
+
+
+def test_bytes_per_token_are_those_far_on_and_the_page_has_both() -> None:
+    held = Held(Bytes(40, None, 40 * 777_000), why="no keys")
+    some = [replace(one, held=held) for one in cost().shown]
+    made = cost(measured=tuple(some))
+    assert "46,080" in page.console(made, report="r")
+    assert "777,000" not in page.console(made, report="r")
+    text = page.markdown(made, commands=[], svg=None)
+    assert "B/token at the text's end" in text
+    assert "777,000" in text
+    assert "after 8,192 tokens" in picture.kl_against_bytes(made)
+
+
+def test_the_words_say_that_a_perplexity_below_the_truths_is_not_better() -> None:
+    assert "below 1 is not better" in page.markdown(cost(), commands=[], svg=None)
 
 
 def test_the_exit_code_is_1_where_a_known_answer_is_missed_and_2_where_nothing_was_told() -> None:
@@ -527,6 +613,12 @@ def test_the_picture_names_every_variant_and_is_the_same_each_time() -> None:
     for one in cost().shown:
         assert one.variant.name in svg
     assert svg == picture.kl_against_bytes(cost())
+
+
+@pytest.mark.filterwarnings("error")
+def test_variants_of_one_size_are_drawn_too() -> None:
+    some = (cost().noise, measured("own", 1e-3, 46080))
+    assert "own" in picture.kl_against_bytes(cost(measured=some))
 
 
 # All of it.

@@ -13,6 +13,7 @@ from mlxkv.commands.cost.held import Errors
 from mlxkv.commands.cost.metrics import Figures, Known, Value
 from mlxkv.commands.cost.probe import TELLS
 from mlxkv.commands.cost.result import Cost, Measured
+from mlxkv.commands.cost.scoring import FAR
 from mlxkv.report.text import (
     clip,
     code,
@@ -35,8 +36,8 @@ _HEAD = (
     "B/token",
     "known",
 )
-_WIDTH, _WIDEST = 100, 22
-_PLOT = "mean KL against bytes of the cache per token"
+_WIDTH = 100
+_PLOT = f"mean KL against bytes of the cache per token, after {FAR:,} tokens"
 _WORDS = {
     "KL, KLD": "KL(truth || variant) of the next token's distribution at a position, in nats; the "
     "truth is the checkpoint's own weights in strict float64",
@@ -51,8 +52,12 @@ _WORDS = {
     "flips": "positions at which the most probable token changed although the truth's margin is "
     f"more than {metrics.FLIP_MARGIN:g} times the largest error that float32 makes there",
     "dp": "change of the right token's probability",
-    "PPL ratio": "perplexity over the truth's perplexity on the same tokens (PPL(Q)/PPL(base))",
-    "B/token": "bytes allocated by all layers at the text's end, for each of its tokens",
+    "PPL ratio": "perplexity over the truth's perplexity on the same tokens (PPL(Q)/PPL(base)); "
+    "below 1 is not better: this text's tokens happened to gain, while the KL counts every change "
+    "of the distribution as a loss",
+    "B/token": f"bytes allocated by all layers after {FAR:,} tokens of zeros, for each of them; at "
+    "a short text's end most of them may be rows that are allocated ahead and empty (*Bytes and "
+    "speed* has both)",
     "known": "mean KL over what the oracle computes, in float64 and apart from mlx-lm, for a cache "
     f"that keeps just that: within {100 * metrics.WITHIN:g} % it is as it should be; of a cache "
     f"that keeps everything over the noise: *none* up to {metrics.NOISE:g} times; ! is a fault",
@@ -65,15 +70,25 @@ def console(cost: Cost, *, report: str) -> str:
     engine = f"mlx-lm {env.get('mlx-lm')}, mlx {env.get('mlx')} {env.get('device')}"
     fed = f"{cost.length:,} in chunks of {cost.chunk}, {n - cost.length:,} decoded"
     lines = [f"{cost.model}  {engine}", f"{n:,} tokens of {cost.title}: {fed}", ""]
-    rows = [_row(one) for one in cost.shown]
-    lines += [*columns(_HEAD, rows, left={0})]
+    lines += _narrow(_HEAD, [_row(one) for one in cost.shown])
     for one in _failed(cost):
-        line = f"{clip(_name(one), _WIDEST):{_WIDEST}}  not measured: {one.failed}"
-        lines += textwrap.wrap(line, _WIDTH, subsequent_indent=" " * (_WIDEST + 2))
+        line = f"{_name(one)}  not measured: {one.failed}"
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
     lines.append("")
     for line in _findings(cost):
         lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
     return "\n".join([*lines, f"report: {report}"]) + "\n"
+
+
+def _narrow(head: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
+    """A table of at most 100 columns: a name that has no room beside its numbers stands above."""
+    room = _WIDTH - 2 - len(columns(head[1:], [row[1:] for row in rows], left=set())[0])
+    fit = [row if len(row[0]) <= room else ["", *row[1:]] for row in rows]
+    first, *lines = columns(head, fit, left={0})
+    made = [first]
+    for line, row, one in zip(lines, rows, fit, strict=True):
+        made += [line] if one is row else [clip(row[0], _WIDTH), line]
+    return made
 
 
 def _findings(cost: Cost) -> list[str]:
@@ -93,20 +108,19 @@ def known(one: Measured) -> str:
     if found.met:
         return "as it should be"
     if found.spec == metrics.NOTHING:
-        own = one.variant.kind.whose == "own"
-        said, else_ = (
-            ("not declared lossy", ", or declare it with --lossy") if own else ("full", "")
-        )
-        return f"{said}, and loses {_lost(one, found)}: a fault{else_}"
+        said, remedy = "keeps every row", ""
+        if one.variant.kind.whose == "own":
+            said, remedy = "not declared lossy", ", or declare it with --lossy"
+        return f"{said}, and loses {_lost(one, found)}: a fault{remedy}"
     return f"{_missed(one, found)}: not the format's cost but a fault"
 
 
 def _lost(one: Measured, found: Known) -> str:
     """What a cache that should keep everything loses."""
     if found.ratio > metrics.NOISE:
-        mean, times = power(one.all.mean_kld.mean, digits=3), f"{found.ratio:.2g} times the noise"
+        mean, times = _power(one.all.mean_kld.mean, digits=3), f"{found.ratio:.2g} times the noise"
         return f"{mean} nats on average, {times} (none is up to {metrics.NOISE:g})"
-    most = power(one.all.maximum_kld, digits=3)
+    most = _power(one.all.maximum_kld, digits=3)
     limit = f"(none is up to {found.most_apart:g})"
     return f"{most} nats at one position, {found.apart:.2g} times the largest noise {limit}"
 
@@ -119,25 +133,23 @@ def _missed(one: Measured, found: Known) -> str:
         real = np.isclose(found.ratio * found.mean_kld, one.all.mean_kld.mean)
         of = "its known answer" if real else "what noise hides (its known answer is none)"
         return f"mean KL is {found.ratio:.3g} of {of}, {limit} ({errors})"
-    far = f"{100 * found.apart:.2g} % apart from its known answer at a position on average"
-    limit = f"rounding explains {100 * found.most_apart:.2g} %"
-    return f"{far}, {limit} ({errors}; means: {found.ratio:.3f} of it)"
+    far = f"differs from its known answer by {found.apart:.3g} of it at a position on average"
+    limit = f"rounding explains {found.most_apart:.3g}"
+    return f"{far}, {limit} ({errors}; its mean KL is {found.ratio:.3f} of it)"
 
 
 def _retrieval(cost: Cost) -> str:
     if not cost.distances:
         return "retrieval probe: not run, the model has too few positions"
-    rates = cost.noise.rates
-    full = ", ".join(f"{rate:.2f} at {far:,}" for far, rate in rates.items())
-    if not cost.tells:
-        return f"retrieval probe: this model cannot tell: its full cache finds {full} tokens back"
-    lost = [
-        _name(one)
-        for one in cost.shown
-        if any(rate < TELLS * rates[far] for far, rate in one.rates.items())
-    ]
-    found = f"the full cache finds {full} tokens back"
-    return f"retrieval probe: {found}; forgotten somewhere by {', '.join(lost) or 'none'}"
+    full = ", ".join(f"{rate:.2f} at {far:,}" for far, rate in cost.noise.rates.items())
+    said = [f"retrieval probe: the full cache finds {full} tokens back"]
+    if unknown := [f"{far:,}" for far in cost.distances if far not in cost.tells]:
+        said.append(f"this model cannot tell at {', '.join(unknown)} back")
+    if cost.tells:
+        lost = [(one, far) for one in cost.shown if (far := cost.forgets(one))]
+        names = [f"{_name(one)} (at {', '.join(f'{n:,}' for n in far)})" for one, far in lost]
+        said.append(f"forgotten by {', '.join(names) or 'none'}")
+    return "; ".join(said)
 
 
 def _failed(cost: Cost) -> list[Measured]:
@@ -151,10 +163,10 @@ def _name(one: Measured) -> str:
 def _row(one: Measured) -> list[str]:
     all = one.all
     return [
-        clip(_name(one), _WIDEST),
-        number(all.mean_kld.mean),
-        power(all.mean_kld.error),
-        power(all.kld_99, digits=2),
+        _name(one),
+        _number(all.mean_kld.mean),
+        _power(all.mean_kld.error),
+        _power(all.kld_99, digits=2),
         f"{all.same_top_p.mean:.4f}",
         str(all.decisive_flips),
         *_pair(all.ppl_ratio, 4),
@@ -167,17 +179,25 @@ def _ratio(found: Known | None, digits: int) -> str:
     """A variant's mean KL over its known answer; with an exclamation mark where it misses it."""
     if found is None:
         return "-"
-    far = f"{found.ratio:.{digits}f}" if found.ratio < 1e3 else power(found.ratio)
+    far = f"{found.ratio:.{digits}f}" if found.ratio < 1e3 else _power(found.ratio)
     text = "none" if np.isnan(found.ratio) else far
     return text if found.met else f"{text}!"
 
 
 def _pair(value: Value, digits: int) -> list[str]:
-    if np.isnan(value.mean):
-        return ["-", "-"]  # the text's last token is followed by none
-    if value.mean >= 1e4:
-        return [number(value.mean), number(value.error)]
-    return [f"{value.mean:.{digits}f}", f"{value.error:.{digits}f}"]
+    return [
+        _number(one) if np.isnan(one) or one >= 1e4 else f"{one:.{digits}f}"
+        for one in (value.mean, value.error)
+    ]
+
+
+def _number(value: float) -> str:
+    """As `number`; a dash for what there is not, as the error of a single position."""
+    return "-" if np.isnan(value) else number(value)
+
+
+def _power(value: float, *, digits: int = 1) -> str:
+    return "-" if np.isnan(value) else power(value, digits=digits)
 
 
 def markdown(cost: Cost, *, commands: Sequence[str], svg: str | None) -> str:
@@ -228,9 +248,9 @@ def _known(cost: Cost) -> list[str]:
     for one in some:
         if (found := one.known) is None:
             continue
-        numbers = [number(one.all.mean_kld.mean), number(found.mean_kld), _ratio(found, 4)]
+        numbers = [_number(one.all.mean_kld.mean), _number(found.mean_kld), _ratio(found, 4)]
         verdict = "as it should be" if found.met else "a fault"
-        numbers += [f"{found.errors:.1f}", number(found.apart), number(found.most_apart), verdict]
+        numbers += [f"{found.errors:.1f}", _number(found.apart), _number(found.most_apart), verdict]
         spec = found.spec if found.spec == metrics.NOTHING else code(found.spec)
         rows.append([_name(one), spec, *numbers])
     how = (
@@ -254,10 +274,10 @@ _MORE = (
 def _more(one: Measured) -> list[str]:
     all = one.all
     kl = [all.median_kld, all.kld_90, all.kld_99, all.maximum_kld]
-    dp = [number(value) for pair in (all.mean_dp, all.rms_dp) for value in (pair.mean, pair.error)]
+    dp = [_number(value) for pair in (all.mean_dp, all.rms_dp) for value in (pair.mean, pair.error)]
     return [
         _name(one),
-        *map(number, kl),
+        *map(_number, kl),
         *dp,
         f"{all.same_top_5.mean:.4f}",
         f"{all.ppl_q.mean:.2f}",
@@ -275,12 +295,12 @@ def _parts(cost: Cost) -> list[str]:
 
 def _short(part: Figures) -> list[str]:
     kl, ratio = part.mean_kld, _pair(part.ppl_ratio, 4)[0]
-    return [number(kl.mean), number(kl.error), f"{part.same_top_p.mean:.4f}", ratio]
+    return [_number(kl.mean), _number(kl.error), f"{part.same_top_p.mean:.4f}", ratio]
 
 
 def _positions(cost: Cost) -> list[str]:
     head = ["cache", *(f"{b.first:,} to {b.last:,}" for b in cost.noise.bins)]
-    rows = [[_name(one), *(number(b.kld.mean) for b in one.bins)] for one in cost.shown]
+    rows = [[_name(one), *(_number(b.kld.mean) for b in one.bins)] for one in cost.shown]
     how = "Mean KL by position in the text."
     return ["## By position", "", how, "", *markdown_table(head, rows, left={0})]
 
@@ -307,9 +327,14 @@ def _probe(cost: Cost) -> list[str]:
         "Lists of random ids come again so many tokens later; the share of their tokens that are "
         "the most probable ones, beside the full cache's."
     )
-    if not cost.tells:
-        how += f" The full cache finds less than {TELLS:g} of them: this model cannot tell."
-    head = ["cache", *(f"{far:,} back" for far in cost.distances)]
+    if set(cost.distances) - set(cost.tells):
+        how += (
+            f" Where the full cache finds less than {TELLS:g} of them this model cannot tell (*)."
+        )
+    head = [
+        "cache",
+        *(f"{far:,} back{'' if far in cost.tells else ' (*)'}" for far in cost.distances),
+    ]
     rows = [[_name(one), *(f"{rate:.2f}" for rate in one.rates.values())] for one in cost.shown]
     return [*title, how, "", *markdown_table(head, rows, left={0})]
 
@@ -342,11 +367,12 @@ def _worst(side: Errors | None) -> list[str]:
     values = np.array(side, np.float64)  # None becomes NaN
     layer, head = np.unravel_index(int(np.nanargmax(values)), values.shape)
     worst = float(values[layer, head])
-    return [number(float(np.nanmedian(values))), number(worst), f"layer {layer} head {head}"]
+    return [_number(float(np.nanmedian(values))), _number(worst), f"layer {layer} head {head}"]
 
 
 def _sizes(cost: Cost) -> list[str]:
-    head = ("cache", "B/token", "B/token said", "at 8,192", "said", "prefill", "decode")
+    far = f"after {FAR:,}"
+    head = ("cache", "B/token at the text's end", "said", far, "said", "prefill", "decode")
     rows = []
     for one in cost.shown:
         assert one.held is not None
@@ -356,10 +382,11 @@ def _sizes(cost: Cost) -> list[str]:
             cells += [held.allocated / held.tokens, held.said and held.said / held.tokens]
         sizes = ["not seen" if cell is None else f"{cell:,.0f}" for cell in cells]
         rows.append([_name(one), *sizes, *_speeds(one)])
-    far = cost.noise.far.tokens if cost.noise.far else 0
     how = (
-        f"Bytes of all layers' arrays for each token at the text's end and after {far:,} tokens "
-        "of zeros, and what the caches say themselves; tokens per second of this run's calls."
+        f"Bytes of all layers' arrays for each token: at the text's end, {len(cost.tokens):,} "
+        f"tokens, rows that are allocated and empty included, and {far} tokens of zeros, as in the "
+        "first table. *said* is what the caches say themselves. Tokens per second of this run's "
+        "calls."
     )
     return ["## Bytes and speed", "", how, "", *markdown_table(head, rows, left={0})]
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mlxkv.commands.cost import metrics
 from mlxkv.commands.cost.result import Cost, Measured
+from mlxkv.commands.cost.scoring import FAR
 from mlxkv.report import plots
 from mlxkv.report.text import power
 
@@ -39,7 +40,7 @@ def kl_against_bytes(cost: Cost) -> str:
             _points(axes, kind, [one for one in (cost.noise, *shown) if _kind(one) == kind], noise)
         _names(axes, cost.shown, noise)
         axes.set(title=f"{cost.model}: what a smaller cache costs")
-        axes.set(xlabel="bytes of the cache per token (of the whole text)")
+        axes.set(xlabel=f"bytes of the cache per token, after {FAR:,} tokens")
         axes.set(ylabel="mean KL against the float64 truth (nats)")
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -47,6 +48,9 @@ def kl_against_bytes(cost: Cost) -> str:
         axes.tick_params(axis="x", which="minor", length=3.5)
         axes.yaxis.set_minor_formatter(lambda *_: "")
         axes.margins(x=0.15)
+        sizes = [one.per_token for one in cost.shown]
+        if min(sizes) == max(sizes):  # which leaves a margin nothing to be a share of
+            axes.set_xlim(sizes[0] / 2, sizes[0] * 2)
         axes.grid(color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         return plots.svg(figure)

@@ -79,9 +79,11 @@ class Measured:
 
     @property
     def per_token(self) -> float:
-        """Bytes allocated for each token of the text, of all layers."""
-        assert self.held is not None
-        return self.held.bytes.allocated / self.held.bytes.tokens
+        """Bytes of all layers after FAR tokens, for each of them: on a short text most of what a
+        cache has allocated may be rows that it has not filled.
+        """
+        assert self.far is not None
+        return self.far.allocated / self.far.tokens
 
 
 def _speed(tokens: int, seconds: float) -> float:
@@ -118,10 +120,14 @@ class Cost:
         return next(one for one in self.measured if one.variant == PLAIN)
 
     @property
-    def tells(self) -> bool:
-        """Whether the full cache finds enough in the retrieval probe for others to be judged."""
-        rates = self.noise.rates.values()
-        return bool(rates) and sum(rates) >= TELLS * len(rates)
+    def tells(self) -> tuple[int, ...]:
+        """The distances at which the full cache finds enough for others to be judged."""
+        return tuple(far for far, rate in self.noise.rates.items() if rate >= TELLS)
+
+    def forgets(self, one: Measured) -> tuple[int, ...]:
+        """The distances at which a variant finds clearly less than the full cache."""
+        full = self.noise.rates
+        return tuple(far for far in self.tells if one.rates[far] < TELLS * full[far])
 
     @property
     def away(self) -> tuple[Measured, ...]:
@@ -139,7 +145,7 @@ class Cost:
         """`mlxkv-cost/1`: KL in nats, bytes, tokens per second; what was not seen is null."""
         variants = [_variant(one) for one in self.measured]
         value = asdict(self) | {"measured": variants, "tokens": list(self.tokens)}
-        return {"format": FORMAT, **value, "tells": self.tells, "exit_code": self.exit_code}
+        return {"format": FORMAT, **value, "tells": list(self.tells), "exit_code": self.exit_code}
 
 
 def _variant(one: Measured) -> dict[str, Any]:

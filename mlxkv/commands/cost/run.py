@@ -34,7 +34,10 @@ PREFILLED, DECODED, ORACLE = 7e-11, 4.3e-10, 6e-11
 """Seconds for each parameter of the model and each token: of a prefilled one and a decoded one of a
 variant, its rows reduced, and of one of each pass of the oracle's. From the default model's
 134,515,008 on two quiet cores: 160 and 18 tokens a second, 0.003 s a row, 65 s for the truth and
-three known answers."""
+three known answers. Beside other work on the same cores the 16 default variants took about 68 s of
+CPU each; the forward calls in `reports/`, whose cores were busier still, took 35 to 345 s by the
+clock, half of them under 71 s, and 31 minutes together. A whole run on quiet cores: not measured.
+"""
 _SCORING = "mlxkv.commands.cost.scoring"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mlxkv.engines import kinds
@@ -90,13 +90,30 @@ def chosen(caches: Sequence[str], lossy: Lossy, known: str) -> tuple[Variant, ..
         if kind.whose not in kinds.INSIDE:
             what = f"{kind.name} is {kind.whose}'s, expected a cache that mlx-lm's Llama can run on"
             raise Refusal(what, where="--cache", remedy="`mlxkv pitfalls` runs it")
-        named = Variant(kind.name, kind.text, lossy if own else "", known=spec if own else "")
-        if kind.name != "KVCache":
-            found[kind.name] = named if own else _known(named)
+        if kind.name == "KVCache" or kind.text in found:
+            continue
+        name = _free(_short(kind), {one.name for one in found.values()})
+        named = Variant(name, kind.text, lossy if own else "", known=spec if own else "")
+        found[kind.text] = named if own else _known(named)
     if (lossy or known) and all(one.kind.whose != "own" for one in found.values()):
         what = "expected them beside a --cache of your own: what is built in is known"
         raise Refusal(what, where="--lossy, --known", remedy="leave them out")
     return tuple(found.values())
+
+
+def _short(kind: Kind) -> str:
+    """A cache's name without the options that are at their defaults."""
+    if kind.whose == "own":
+        return kind.name
+    usual = kinds.BUILT_IN[kind.base].options
+    given = [f"{key}={value}" for key, value in kind.options.items() if value != usual[key]]
+    return ":".join([kind.base, *([",".join(given)] if given else [])])
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """The name, numbered where files of one name lie in several folders."""
+    numbers = (f"{name} ({i})" for i in range(2, len(taken) + 3))
+    return next(one for one in (name, *numbers) if one not in taken)
 
 
 def known(kind: Kind) -> str:
