@@ -356,10 +356,11 @@ def test_where_a_lossy_cache_that_shows_no_rows_is_off_nothing_is_guessed(
     given = folder_of("gqa"), oracle_of("gqa"), tmp_path
     done = judged("locate", *given, own, "--lossy", "quantised")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "a scale, an eps, weights" not in done.stdout
+    assert "the first wrong position points to" not in done.stdout
+    assert "RoPE or the mask" not in done.stdout
     assert "lossy by design: which rows are off can be seen where `.state` shows" in done.stdout
     done = judged("locate", *given, own)
-    assert "a scale, an eps, weights" in done.stdout
+    assert "the first wrong position points to RoPE or the mask" in done.stdout
 
 
 def test_a_state_whose_order_nobody_knows_is_not_compared(

@@ -67,9 +67,7 @@ def console(caches: Caches, *, report: str) -> str:
     lines = list(_each(caches) if few else _side_by_side(caches))
     for line in _said(caches):
         lines += filled(line)
-    end = f"{sentence(caches)}    report: {report}"
-    ends = [end] if len(end) <= WIDTH else [sentence(caches), f"report: {report}"]
-    return "\n".join([*lines, *ends]) + "\n"
+    return "\n".join([*lines, f"{sentence(caches)}    report: {report}"]) + "\n"
 
 
 def _said(caches: Caches) -> Iterator[str]:
