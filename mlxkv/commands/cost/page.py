@@ -112,7 +112,8 @@ def known(one: Measured) -> str:
         if one.variant.kind.whose == "own":
             said, remedy = "not declared lossy", ", or declare it with --lossy"
         return f"{said}, and loses {_lost(one, found)}: a fault{remedy}"
-    return f"{_missed(one, found)}: not the format's cost but a fault"
+    of = f" ({one.variant.fault})" if one.variant.fault else ""
+    return f"{_missed(one, found)}: not the format's cost but a fault{of}"
 
 
 def _lost(one: Measured, found: Known) -> str:

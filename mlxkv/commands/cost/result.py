@@ -139,7 +139,7 @@ class Cost:
         """0 when measured, 1 where a known answer is missed, 2 where nothing asked was measured."""
         if len(self.measured) > 1 and len(self.shown) == 1:
             return 2
-        return 1 if self.away else 0
+        return 1 if any(not one.variant.fault for one in self.away) else 0
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-cost/1`: KL in nats, bytes, tokens per second; what was not seen is null."""
