@@ -74,8 +74,9 @@ def _said(caches: Caches) -> Iterator[str]:
     """What is said under the table in a terminal."""
     yield from (f"news: {line}" for line in surprises(caches))
     yield from (f"hint: {line}" for line in hints(caches))
-    short = "; ".join(line.partition(": ")[0] for line in caches.unexercised)
-    yield f"not exercised: {short}"
+    few = len(caches.columns) <= _FEW
+    lines = [line if few else line.partition(": ")[0] for line in caches.unexercised]
+    yield f"not exercised: {'; '.join(dict.fromkeys(lines))}"
 
 
 def table(came: Sequence[Came]) -> list[str]:
