@@ -64,7 +64,7 @@ class Manifest:
     tokens: list[Whole]
     texts: list[str]
     generated: list[Whole]
-    plans: dict[str, _Digest]
+    plans: Annotated[dict[str, _Digest], msgspec.Meta(min_length=1)]
     files: dict[str, _Digest]
     proofs: dict[str, float]
     pool: list[str]

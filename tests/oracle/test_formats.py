@@ -79,7 +79,11 @@ STEPS: list[tuple[Any, str]] = [
         {"do": "call", "cache": "a", "tokens": [1], "index_pos": True},
         "is True, expected int | null",
     ),
-    ({"do": "x"}, "steps[1].do is 'x', expected one of new, call, greedy, clone, crop, reset"),
+    (
+        {"do": "x"},
+        "steps[1].do is 'x', expected one of new, call, greedy, clone, crop, trim, reset, pad, "
+        "reload, recall, fail",
+    ),
     ({}, "steps[1]: object missing required field do"),
     (5, "steps[1] is 5, expected object"),
     ({"do": "crop", "cache": "a", "length": -1}, "steps[1].length is -1, expected int >= 0"),
