@@ -267,7 +267,7 @@ def pitfalls(caches: tuple[str, ...], lossy: Any, **options: Any) -> Callable[..
 @option(
     "--lossy",
     "What a cache of your own keeps less of.",
-    type=click.Choice(["quantised", "window"]),
+    type=click.Choice(["quantised", "depends", "window"]),
 )
 @option(
     "--known",

@@ -625,6 +625,12 @@ def test_variants_of_one_size_are_drawn_too() -> None:
     assert "own" in picture.kl_against_bytes(cost(measured=some))
 
 
+def test_a_cache_that_depends_on_its_calls_is_drawn_among_those_of_fewer_bits() -> None:
+    own = variants.Variant("own", "mine:make", lossy="depends")
+    some = (cost().noise, measured("own", 1e-3, 20000, variant=own))
+    assert "fewer bits" in picture.kl_against_bytes(cost(measured=some))
+
+
 # All of it.
 
 

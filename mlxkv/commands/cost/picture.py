@@ -89,7 +89,10 @@ def _kind(one: Measured) -> str:
     variant = one.variant
     if variant.bits:
         return "weights"
-    return "compute" if variant.dtype != "float32" else variant.kind.lossy or "full"
+    if variant.dtype != "float32":
+        return "compute"
+    lossy = variant.kind.lossy
+    return "quantised" if lossy == "depends" else lossy or "full"
 
 
 def _names(axes: Any, shown: Sequence[Measured], noise: float) -> None:
