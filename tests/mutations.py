@@ -268,7 +268,7 @@ MUTATIONS = (
     ),
     M(
         "a run folder is replaced without --force",
-        "oracle/folder.py",
+        "oracle/place.py",
         "if names and not force:",
         "if False:",
         "tests/oracle/test_folder.py",
