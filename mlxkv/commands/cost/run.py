@@ -20,6 +20,7 @@ from mlxkv.commands.cost.rows import Rows
 from mlxkv.commands.cost.scoring import Facts, Job
 from mlxkv.commands.cost.variants import PLAIN, Variant
 from mlxkv.engines import machine, oracle, process
+from mlxkv.engines.own import heads_of
 from mlxkv.engines.process import Process
 from mlxkv.engines.progress import announce, say, steps
 from mlxkv.report import plots
@@ -93,14 +94,9 @@ def _without_misfit(one: Variant, checkpoint: Checkpoint) -> Variant:
     """A variant whose groups do not fit the heads has no known answer: it will be refused."""
     if not one.known:
         return one
-    spec, size = stored.parse(one.known), _head_dim(checkpoint)
+    spec, (_, size) = stored.parse(one.known), heads_of(checkpoint.config)
     misfit = isinstance(spec, stored.Affine) and size % spec.group_size
     return replace(one, known="") if misfit else one
-
-
-def _head_dim(checkpoint: Checkpoint) -> int:
-    config = checkpoint.config
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _probe(asked: Sequence[Variant], checkpoint: Checkpoint, fed: Passage) -> Probe | None:
