@@ -129,6 +129,16 @@ def _choose(mx: Any, device: str) -> str:
     return "gpu" if has_gpu and device != "cpu" else "cpu"
 
 
+def uses_gpu(device: str) -> bool:
+    """Whether MLX would compute on a GPU here. Imports MLX, except for a CPU."""
+    return device != "cpu" and _choose(require_mlx(), device) == "gpu"
+
+
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def load_blas() -> str:
     """Loads the fastest BLAS found, so that its symbols win over MLX's own, and returns its name.
 

@@ -23,7 +23,7 @@ from mlxkv.commands.cost.metrics import Known, Value
 from mlxkv.commands.cost.probe import Probe
 from mlxkv.commands.cost.result import Cost, Measured
 from mlxkv.commands.cost.rows import Array, Rows
-from mlxkv.engines import oracle
+from mlxkv.engines import machine, oracle, process
 from mlxkv.engines.kinds import Lossy
 from mlxkv.report.text import pretty
 from oracle.formats import stored, strict_json, text
@@ -96,7 +96,8 @@ def read(checkpoint: Checkpoint, truth: Path, tmp_path_factory: pytest.TempPathF
     room, numbers = tmp_path_factory.mktemp("rows"), {name: str(i) for i, name in enumerate(CACHES)}
     named = {number: variants.Variant(name, name) for name, number in numbers.items()}
     job = scoring.Job(str(checkpoint.folder), str(truth), str(room), named, LENGTH, 64)
-    assert run._process(job, room / "job.json") == ""
+    with run._begun(job, room / "job.json"):
+        pass
 
     def rows(name: str) -> tuple[scoring.Facts, Rows]:
         facts = run._facts(scoring.facts_file(room, numbers[name]))
@@ -470,6 +471,7 @@ def cost(**more: Any) -> Cost:
     )
     given = {"model": "M", "source": "m", "fingerprint": "f", "title": "the built-in text"}
     given |= {"tokens": (1,) * 40, "length": 30, "chunk": 8, "measured": some, "distances": (128,)}
+    given |= {"beside": ("8 bits",)}
     return Cost(**given | {"environment": {"mlx-lm": {"mlx": "1", "device": "cpu"}}} | more)
 
 
@@ -754,3 +756,48 @@ def test_the_default_run_is_announced_with_less_than_12_minutes(
     specs = [one.known for one in asked if one.known]
     probed = run._probe(asked, default_checkpoint, fed)
     assert 300 < run._seconds(default_checkpoint, fed, asked, specs, probed) < 720
+
+
+def test_quantised_caches_run_beside_the_others_where_a_cpu_has_the_memory(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (
+        *variants.default(),
+        variants.Variant("8 bits, weights too", "QuantizedKVCache:bits=8", bits=8),
+    )
+    slow = ("8 bits", "6 bits", "4 bits", "3 bits", "2 bits")
+    slow += ("keys 8, values 4 bits", "keys 4, values 8 bits")
+
+    def beside() -> tuple[str, ...]:
+        return run._beside(ask.Request(device="cpu"), checkpoint, asked)
+
+    assert beside() == slow
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "uses_gpu", lambda device: True)
+        assert beside() == ()
+    weights = 4 * checkpoint.parameters
+    for memory, found in ((4 * weights, slow), (4 * weights - 1, ())):
+        monkeypatch.setattr(machine, "memory_bytes", lambda memory=memory: memory)
+        assert beside() == found
+
+
+def test_a_process_beside_the_others_that_dies_costs_its_own_variants_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = process.Process.wait
+
+    def wait(self: process.Process) -> process.Finished:
+        if self.kept:
+            self.popen.kill()
+        return begun(self)
+
+    asked = {"tokens": TOKENS[:12], "length": 8, "chunk": 4, "device": "cpu"}
+    caches = ("QuantizedKVCache:bits=4,group_size=32", "StoredKVCache")
+    request = ask.Request(model=checkpoint.source, caches=caches, **asked)
+    whole = run.run(request)
+    assert [one.failed for one in whole.measured] == ["", "", ""]
+    assert whole.beside == ("QuantizedKVCache:bits=4,group_size=32",)
+    monkeypatch.setattr(process.Process, "wait", wait)
+    plain, quantised, stored = run.run(request).measured
+    assert "ended by signal 9" in quantised.failed
+    assert (plain.failed, stored.failed) == ("", "")

@@ -389,6 +389,11 @@ def _sizes(cost: Cost) -> list[str]:
         "first table. *said* is what the caches say themselves. Tokens per second of this run's "
         "calls."
     )
+    if cost.beside:
+        how += (
+            f" {', '.join(cost.beside)} ran on one thread, beside the others, which had the rest: "
+            "such speeds compare only among themselves."
+        )
     return ["## Bytes and speed", "", how, "", *markdown_table(head, rows, left={0})]
 
 

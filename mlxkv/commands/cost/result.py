@@ -94,8 +94,8 @@ def _speed(tokens: int, seconds: float) -> float:
 class Cost:
     """All variants on one text; `distances` are the retrieval probe's, none where it did not run.
 
-    `tokens` are those fed, of which the first `length` in calls of `chunk`. `environment` is that
-    of each side.
+    `tokens` are those fed, of which the first `length` in calls of `chunk`. Variants named in
+    `beside` ran on one thread in a process beside the others. `environment` is that of each side.
     """
 
     model: str
@@ -107,6 +107,7 @@ class Cost:
     chunk: int
     measured: tuple[Measured, ...]
     distances: tuple[int, ...]
+    beside: tuple[str, ...]
     environment: Mapping[str, Mapping[str, Any]]
 
     @property

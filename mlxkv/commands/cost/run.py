@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ CPU each; the forward calls in `reports/`, whose cores were busier still, took 3
 clock, half of them under 71 s, and 31 minutes together. A whole run on quiet cores: 771 s.
 """
 _SCORING = "mlxkv.commands.cost.scoring"
+_ONE_THREAD = ("QuantizedKVCache", "SplitKVCache", "SwitchedKVCache")
 
 
 def report(request: Request, *, out: Path, command: str) -> Report:
@@ -70,10 +72,11 @@ def run(request: Request) -> Cost:
     announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
+    beside = _beside(request, checkpoint, asked)
     kept = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
     with kept as folder, process.scratch() as room:
         truth = text.read(folder)
-        found = _followed(request, checkpoint, folder, room, asked, fed, probed)
+        found = _followed(request, checkpoint, folder, room, asked, fed, probed, beside)
         measured = _reduced(room, asked, found, truth, fed, probed)
     engine = next(facts.environment for facts in found if facts.environment)
     return Cost(
@@ -86,6 +89,7 @@ def run(request: Request) -> Cost:
         chunk=request.chunk,
         measured=measured,
         distances=tuple(sorted(set(probed.distances))) if probed else (),
+        beside=beside,
         environment={"mlx-lm": engine, "oracle": truth.manifest.environment},
     )
 
@@ -127,27 +131,30 @@ def _followed(
     asked: Sequence[Variant],
     fed: Passage,
     probed: Probe | None,
+    beside: Sequence[str],
 ) -> list[Facts]:
     """What became of each variant; their rows are in `room`."""
-    for group in _groups(asked):
-        job = Job(
-            folder=str(checkpoint.folder),
-            truth=str(folder),
-            out=str(room),
-            variants=group,
-            length=fed.length,
-            chunk=request.chunk,
-            probe=probed.tokens if probed else (),
-            asked=probed.asked if probed else (),
-            device=request.device,
-        )
-        failed = _process(job, room / "job.json")
-        for number in group:
-            if not scoring.facts_file(room, number).exists():
-                facts = Facts(failed=failed or "its process left no result")
-                text = msgspec.json.encode(facts).decode()
-                write_text(scoring.facts_file(room, number), text)
-    return [_facts(scoring.facts_file(room, str(i))) for i in range(len(asked))]
+    numbered = {str(i): one for i, one in enumerate(asked)}
+    aside = {number: one for number, one in numbered.items() if one.name in beside}
+    job = Job(
+        folder=str(checkpoint.folder),
+        truth=str(folder),
+        out=str(room),
+        variants=aside,
+        length=fed.length,
+        chunk=request.chunk,
+        probe=probed.tokens if probed else (),
+        asked=probed.asked if probed else (),
+        device=request.device,
+        threads=1 if aside else None,
+    )
+    with _begun(job, room / "aside", silent=True) if aside else nullcontext():
+        threads = max(1, (os.cpu_count() or 1) - 1) if aside else None
+        rest = {number: one for number, one in numbered.items() if number not in aside}
+        for i, group in enumerate(_groups(rest)):
+            with _begun(replace(job, variants=group, threads=threads), room / f"group-{i}"):
+                pass
+    return [_facts(scoring.facts_file(room, number)) for number in numbered]
 
 
 def _facts(path: Path) -> Facts:
@@ -155,28 +162,50 @@ def _facts(path: Path) -> Facts:
     return strict_json.typed(value, Facts, where=path, remedy="run again")
 
 
-def _groups(asked: Sequence[Variant]) -> Iterator[dict[str, Variant]]:
+def _beside(request: Request, checkpoint: Checkpoint, asked: Sequence[Variant]) -> tuple[str, ...]:
+    """The names of the variants that run in a process beside the others, if any do.
+
+    MLX computes affine groups on one thread of a CPU, whose others would wait. A GPU is not shared,
+    nor is memory that two copies of the weights would fill by half.
+    """
+    weights = 4 * checkpoint.parameters
+    if machine.uses_gpu(request.device) or 2 * weights > machine.memory_bytes() / 2:
+        return ()
+    slow = (one for one in asked if one.kind.base in _ONE_THREAD and one.rounds_cache_alone)
+    return tuple(one.name for one in slow)
+
+
+def _groups(asked: Mapping[str, Variant]) -> Iterator[dict[str, Variant]]:
     """Those that one process can run, by their numbers; each of a person's own has its own."""
     groups: dict[Any, dict[str, Variant]] = {}
-    for i, one in enumerate(asked):
-        own = i if one.kind.whose == "own" else -1
-        groups.setdefault((one.dtype, one.bits, one.group_size, own), {})[str(i)] = one
+    for number, one in asked.items():
+        own = number if one.kind.whose == "own" else ""
+        groups.setdefault((one.dtype, one.bits, one.group_size, own), {})[number] = one
     yield from groups.values()
 
 
-def _process(job: Job, path: Path) -> str:
-    """Runs a job to its end; why it did not come to it, or ""."""
+@contextmanager
+def _begun(job: Job, path: Path, *, silent: bool = False) -> Iterator[None]:
+    """Runs a job beside the `with`, at whose end it waits for it.
+
+    A variant that left nothing is written down as failed, with the reason.
+    """
     write_text(path, msgspec.json.encode(job).decode())
-    first = next(iter(job.variants.values())).kind
+    first, failed = next(iter(job.variants.values())).kind, "its process left no result"
     name = os.path.basename(first.file) if first.file else ""
-    try:
-        with Process([_SCORING, str(path)], file=name) as running:
+    stderr = path.with_suffix(".stderr") if silent else None
+    with Process([_SCORING, str(path)], file=name, stderr=stderr) as running:
+        yield
+        try:
             running.wait()
-    except AlreadySaid:
-        return "its process refused to run it, and said why on stderr"
-    except Refusal as error:
-        return str(error)
-    return ""
+        except AlreadySaid:
+            failed = "its process refused to run it, and said why on stderr"
+        except Refusal as error:
+            failed = str(error)
+    for number in job.variants:
+        left = scoring.facts_file(Path(job.out), number)
+        if not left.exists():
+            write_text(left, msgspec.json.encode(Facts(failed=failed)).decode())
 
 
 def _reduced(
