@@ -24,6 +24,7 @@ from oracle.formats.trace import CACHES, SHARED, Meta, Trace
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxkv.engines.rank import Ranks
     from mlxkv.port.cache import Cache
     from mlxkv.port.llama import Llama, ModelTap
 
@@ -83,6 +84,7 @@ class PortRunner(PlanRunner):
             "dtype": cache_dtype or self.dtype,
             "guarded": guarded,
             "max_length": most if longrope else None,
+            "part": model.part,
         }
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -214,13 +216,18 @@ def run(
     return Trace(replace(base, plan=plan, outcomes=runner.outcomes), runner.arrays())
 
 
-def follow(job: Job) -> None:
-    """Loads the job's model once and writes one trace per plan."""
+def follow(job: Job, ranks: Ranks | None = None) -> None:
+    """Loads the job's model once, or this rank's part, and writes one trace per plan."""
     exact = job.dtype == "float64"
     environment, checkpoint = job.prepare("cpu" if exact else job.device)
     from mlxkv.port.weights import from_checkpoint
 
-    model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
+    if ranks is not None:
+        ranks.require_alike(checkpoint)
+        environment |= ranks.facts
+    group = None if ranks is None else ranks.group
+    rounded = job.weights_dtype
+    model = from_checkpoint(checkpoint, job.dtype, rounded_to=rounded, group=group)
     runner.dither(model.embed_tokens, job.dither)
     meta = job.meta(
         checkpoint,
@@ -235,10 +242,10 @@ def follow(job: Job) -> None:
         job.write_seconds(recorder.follow(job, model, meta))
         return
 
-    begun = Begun()
+    begun, kind = Begun(), PortRunner if ranks is None else ranks.runner(PortRunner)
 
     def begin(plan: Plan) -> tuple[PortRunner, Meta]:
-        runs = PortRunner(
+        runs = kind(
             model,
             plan,
             guarded=job.guarded,

@@ -36,6 +36,7 @@ from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
+    from mlxkv.port.part import Part
 
 BLOCK = 256
 """Buffers grow by this many rows: a token per step must not copy the whole history each time."""
@@ -112,7 +113,8 @@ class Cache:
     every call must send the whole prefix. `max_length` bounds the sequence and with it the RoPE
     tables; for RoPE of type longrope it also chooses, once, between the short factors (the default)
     and the long ones. `len(cache)` is the number of tokens held; `fingerprint` names the weights
-    that the last call used. Raises CacheError for a `max_length` that the config does not allow.
+    that the last call used. `part` is that of a model shared by several ranks, whose cache holds
+    its own KV heads. Raises CacheError for a `max_length` that the config does not allow.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class Cache:
         use_kv_cache: bool = True,
         guarded: bool = True,
         max_length: int | None = None,
+        part: Part | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.part = config, part
         self.dtype = dtype_of(dtype)
         self.use_kv_cache = use_kv_cache
         self.guarded = guarded
@@ -158,7 +161,10 @@ class Cache:
     def __repr__(self) -> str:
         c = self.config
         size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
-        shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
+        heads = c.num_key_value_heads
+        mine = heads if self.part is None else heads // self.part.size
+        shape = f"{c.num_hidden_layers} layers x {mine} KV heads x {c.head_dim}"
+        shape += "" if self.part is None else f", {self.part.heads(heads)}"
         flags = [
             f", {name}=False" for name in ("use_kv_cache", "guarded") if not getattr(self, name)
         ]
@@ -311,6 +317,11 @@ class Cache:
             what = "made for another config than the model's"
             what += f": {key} is {mine[key]!r:.120}, expected {theirs[key]!r:.120}"
             raise CacheError(what, where="cache", remedy="make it with Cache(model.config)")
+        if model.part != self.part:
+            mine, theirs = (f"{part or 'a whole model'}" for part in (self.part, model.part))
+            what = f"made for {mine}, expected {theirs} as the model is"
+            remedy = "make it with Cache(model.config, part=model.part)"
+            raise CacheError(what, where="cache", remedy=remedy)
         if model.dtype != self.dtype:
             what = f"dtype is {name_of(self.dtype)}, the weights' is {name_of(model.dtype)}"
             remedy = f"make it with Cache(model.config, dtype='{name_of(model.dtype)}')"

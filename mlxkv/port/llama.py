@@ -29,6 +29,7 @@ from mlxkv.port import ops
 from mlxkv.port.cache import Cache, CacheError
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.ops import Tap
+from mlxkv.port.part import Part
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
@@ -139,13 +140,15 @@ class Llama(nn.Module):
     """A Llama whose state lives in the `Cache` given to each call.
 
     `fingerprint` names the weights that `load` took from a checkpoint; None for weights that came
-    in another way. Weights that are changed by hand afterwards keep the name.
+    in another way. Weights that are changed by hand afterwards keep the name. `part` is the rank's
+    whose heads and MLP it has, None for a whole model.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.fingerprint: str | None = None
+        self.part: Part | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -156,6 +159,16 @@ class Llama(nn.Module):
     def dtype(self) -> mx.Dtype:
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keeps this rank's heads and part of the MLP; from now on every rank makes each call.
+
+        Its caches are made with `Cache(model.config, part=model.part)`. Raises Refusal where heads,
+        KV heads, inner width or packed groups do not divide by the group's size.
+        """
+        from mlxkv.port import shard
+
+        shard.shard(self, group)
 
     def __call__(
         self,

@@ -9,10 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_map, tree_unflatten
 
-from mlxkv.port import ops
+from mlxkv.port import ops, shard
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.packed import install, unpacked
+from mlxkv.port.part import Part, require_splits
 from mlxkv.port.stored import require_floats, require_same_head, weights_of
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint, resolve
@@ -37,10 +38,19 @@ def load(
 
 
 def from_checkpoint(
-    checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "float32",
+    *,
+    rounded_to: str | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Llama:
-    """A Llama from a resolved checkpoint; packed weights stay packed, except in float64."""
+    """A Llama from a resolved checkpoint; packed weights stay packed, except in float64.
+
+    With a group this rank's part of it: no rank holds more than one whole tensor of what is split.
+    """
     config = LlamaConfig.of(checkpoint)
+    if group is not None:
+        require_splits(checkpoint, group.size())
     expected = _shapes(config)
     _check(checkpoint, expected, tied=config.tie_word_embeddings)
     model = Llama(config)
@@ -50,7 +60,9 @@ def from_checkpoint(
     # Of the random weights only the shapes were wanted; without this they would be made beside the
     # real ones.
     model.update(tree_map(lambda _: mx.zeros((0,)), model.parameters()))
-    stored = _Stored(checkpoint, first)
+    if group is not None:
+        shard.install(model, group)
+    stored = _Stored(checkpoint, first, model.part)
     for name in sorted(expected, key=lambda n: checkpoint.tensors[n].file):
         with ops.stream(target):
             arrays = stored.whole(name) if target == mx.float64 else stored.parts(name)
@@ -67,11 +79,12 @@ def from_checkpoint(
 class _Stored:
     """A checkpoint's tensors, each read once, when asked for, and then let go.
 
-    Floats are rounded to a dtype and refused where they are not finite in it.
+    Floats are rounded to a dtype and refused where they are not finite in it. Of a rank's `part`
+    only its rows and columns are kept.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: Part | None = None) -> None:
+        self.checkpoint, self.dtype, self.part = checkpoint, dtype, part
         self._arrays: dict[str, mx.array] = {}
         # MLX reads an array of a file when it is evaluated, so this reads headers only. The parts
         # of a packed weight may lie in several files.
@@ -84,7 +97,7 @@ class _Stored:
         if packed is None:
             return {name: self._rounded(name)}
         affine = {part: self._rounded(part) for part in (packed.scales, packed.biases)}
-        return {name: self._arrays.pop(name)} | affine
+        return {name: self._taken(name)} | affine
 
     def whole(self, name: str) -> dict[str, mx.array]:
         """A weight unpacked in float64, or as it is stored."""
@@ -95,8 +108,11 @@ class _Stored:
         sizes = {"bits": packed.bits, "group_size": packed.group_size}
         return {name: unpacked(parts[name], scales, biases, **sizes)}
 
+    def _taken(self, name: str) -> mx.array:
+        return shard.cut(name, self._arrays.pop(name), self.part)
+
     def _rounded(self, name: str) -> mx.array:
-        rounded = self._arrays.pop(name).astype(self.dtype)
+        rounded = self._taken(name).astype(self.dtype)
         if not mx.isfinite(rounded).all().item():
             what = f"{name} holds NaN or infinity in {ops.name_of(self.dtype)}"
             file = self.checkpoint.tensors[name].file
