@@ -47,6 +47,9 @@ TABLES = 2**32
 MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
+WHOLE_MASK = 2**24
+"""Bytes of a mask that is kept whole, 4,096 x 4,096 keys; one of 32,768 x 32,768 would take 1 GB."""
+
 _CLAIMS = threading.Lock()
 
 
@@ -55,6 +58,25 @@ Weights = tuple[weakref.ref[mx.array], ...]
 
 class CacheError(Refusal):
     """A call that the cache refuses. A guarded cache is as it was before the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """A mask that is too large to keep; what is asked of it is made then, (rows, columns) booleans.
+
+    `shape` is (L, S). The last of its rows sees every key.
+    """
+
+    shape: tuple[int, int]
+
+    def __getitem__(self, place: tuple[slice, slice]) -> mx.array:
+        L, S = self.shape
+        rows, columns = mx.arange(S - L, S)[place[0]], mx.arange(S)[place[1]]
+        return columns[None] > rows[:, None]
+
+
+Mask = mx.array | Causal
+"""What hides keys from queries (L, S): an array of zeros and ones, or what makes parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +166,7 @@ class Cache:
 
     @property
     def masks(self) -> dict[tuple[int, int], mx.array]:
-        """The masks built so far, by (L, S); 1 hides a key."""
+        """The masks built so far, by (L, S), except the largest; 1 hides a key."""
         return dict(self._masks)
 
     @property
@@ -368,13 +390,15 @@ class Cache:
         assert grown.buffers is not None
         return grown.buffers[0][:, :, : grown.length], grown.buffers[1][:, :, : grown.length]
 
-    def mask(self, length: int, start: int) -> mx.array | None:
+    def mask(self, length: int, start: int) -> Mask | None:
         """(L, start + L) uint8, 1 where row i hides column j, which is j > start + i.
 
-        None for a single token, which sees everything.
+        None for a single token, which sees everything; a `Causal` beyond WHOLE_MASK bytes.
         """
         if length == 1:
             return None
+        if length * (start + length) > WHOLE_MASK:
+            return Causal((length, start + length))
         key = (length, start + length)
         if key not in self._masks:
             columns, rows = np.arange(start + length), start + np.arange(length)

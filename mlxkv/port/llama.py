@@ -26,7 +26,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxkv.port import ops
-from mlxkv.port.cache import Cache, CacheError
+from mlxkv.port.cache import Cache, CacheError, Causal, Mask
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.ops import Tap
 from mlxkv.port.part import Part
@@ -38,7 +38,10 @@ ModelTap = Callable[[int, str, mx.array], mx.array]
 the layer's output, is used: it goes on in that array's place."""
 
 QUERIES = 256
-"""Queries whose scores are held at once."""
+"""Queries whose scores are held at once, where no more than SCORES of each head are."""
+SCORES = 2**21
+"""Scores of a head that are held at once. MLX makes up to ten arrays of their size ahead: with 9
+heads over 32,768 keys that would be 3 GB of float32 for 256 queries."""
 
 
 class RMSNorm(nn.Module):
@@ -267,9 +270,9 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def blockwise(
-    queries: mx.array, keys: mx.array, values: mx.array, *, hidden: mx.array | None, **options: Any
+    queries: mx.array, keys: mx.array, values: mx.array, *, hidden: Mask | None, **options: Any
 ) -> mx.array:
-    """`ops.attention`, QUERIES queries at a time.
+    """`ops.attention` of some queries at a time, as QUERIES and SCORES allow.
 
     [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
@@ -277,26 +280,28 @@ def blockwise(
     than half the work, and its scores take a fraction of the memory.
     """
     L, S = queries.shape[2], keys.shape[2]
-    if hidden is None or L <= QUERIES:
-        return ops.attention(queries, keys, values, hidden=hidden, **options)
+    most = min(QUERIES, max(1, SCORES // S))
+    if hidden is None or L <= most:
+        whole = hidden[:, :] if isinstance(hidden, Causal) else hidden
+        return ops.attention(queries, keys, values, hidden=whole, **options)
     blocks = []
-    for first in range(0, L, QUERIES):
-        last = min(first + QUERIES, L)
+    for first in range(0, L, most):
+        last = min(first + most, L)
         seen = S - L + last
         given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
         blocks.append(ops.attention(*given, hidden=hidden[first:last, :seen], **options))
     return mx.concatenate(blocks, axis=2)
 
 
-def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None:
-    """The mask (L, S) as booleans, for scores of the shape [B, H, L, S]; None stays None.
+def fitting(hidden: Mask | None, scores: tuple[int, ...]) -> Mask | None:
+    """The mask (L, S) for scores of the shape [B, H, L, S]; an array becomes booleans.
 
     Raises CacheError where candle's broadcast would fail. MLX would stretch an axis of 1 silently.
     """
     if hidden is not None and hidden.shape != scores[2:]:
         what = f"cannot broadcast {list(hidden.shape)} to {list(scores)}"
         raise CacheError(f"{what}: the cache holds other rows than index_pos says")
-    return None if hidden is None else hidden.astype(mx.bool_)
+    return hidden.astype(mx.bool_) if isinstance(hidden, mx.array) else hidden
 
 
 def parameters(model: Llama) -> dict[str, mx.array]:
