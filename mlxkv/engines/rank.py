@@ -1,7 +1,9 @@
-"""One rank of a sharded run: `python -m mlxkv.engines.rank JOB.json MODULE DEVICE THREADS`.
+"""One rank of a sharded run.
 
-`mlxkv.engines.ranks` has mlx.launch start one such process for each rank. All follow the same
-plans, each on its part of the model; rank 0 alone reads the job's file and writes the traces.
+`python -m mlxkv.engines.rank JOB.json MODULE DEVICE THREADS SECONDS`: the last are those in which
+the ranks must meet. `mlxkv.engines.ranks` has mlx.launch start one such process for each rank. All
+follow the same plans, each on its part of the model; rank 0 alone reads the job's file and writes
+the traces.
 """
 
 from __future__ import annotations
@@ -27,10 +29,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from oracle.model.checkpoint import Checkpoint
-
-MEETING = 60
-"""Seconds that a rank waits for the others. On two busy cores three met in 1.2 to 4 s; MLX itself
-tries for 15 s to reach a rank that does not listen, and would wait for ever to be reached."""
 
 R = TypeVar("R", bound=PlanRunner)
 
@@ -99,7 +97,7 @@ class Ranks:
         import numpy as np
 
         mine = np.frombuffer(data if self.rank == 0 else b"", np.uint8)
-        (length,) = self._sum(mx.array([len(mine)], mx.int32)).tolist()  # type: ignore[misc]
+        length = int(np.array(self._sum(mx.array([len(mine)], mx.int32)))[0])
         padded = np.zeros(length, np.uint8)
         padded[: len(mine)] = mine
         return np.array(self._sum(mx.array(padded))).tobytes()
@@ -117,12 +115,12 @@ class Ranks:
         self.require_same("versions of MLX, mlx-lm or mlxkv", " ".join(versions))
 
 
-def meet() -> Ranks:
+def meet(seconds: int) -> Ranks:
     """The ranks, once all are there; the process ends by SIGALRM if they are not in time."""
     import mlx.core as mx
 
     # Not by a thread: MLX waits in C++, and Python with it.
-    signal.alarm(MEETING)
+    signal.alarm(seconds)
     try:
         group = mx.distributed.init(strict=True, backend="ring")
     except RuntimeError as error:
@@ -133,10 +131,10 @@ def meet() -> Ranks:
     return Ranks(group)
 
 
-def main(path: str, module: str, device: str, threads: int) -> None:
+def main(path: str, module: str, device: str, threads: int, seconds: int) -> None:
     """Meets the other ranks and follows with them what rank 0 reads in the job's file."""
     machine.prepare(device, threads=threads)
-    ranks = meet()
+    ranks = meet(seconds)
     ranks.require_same("runs", path)
     text = ranks.told(Path(path).read_bytes() if ranks.rank == 0 else b"")
     with tempfile.TemporaryDirectory() as nowhere:
@@ -147,9 +145,10 @@ def main(path: str, module: str, device: str, threads: int) -> None:
 
 
 def _main() -> None:
-    path, module, device, threads = sys.argv[1:]
+    path, module, device, *numbers = sys.argv[1:]
     rank = os.environ.get("MLX_RANK", "0")
-    answer(lambda: main(path, module, device, int(threads)), "" if rank == "0" else f"rank {rank}")
+    who = "" if rank == "0" else f"rank {rank}"
+    answer(lambda: main(path, module, device, *map(int, numbers)), who)
 
 
 if __name__ == "__main__":

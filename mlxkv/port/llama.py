@@ -281,7 +281,7 @@ def blockwise(
     """
     L, S = queries.shape[2], keys.shape[2]
     most = min(QUERIES, max(1, SCORES // S))
-    if hidden is None or L <= most:
+    if hidden is None or most >= L:
         whole = hidden[:, :] if isinstance(hidden, Causal) else hidden
         return ops.attention(queries, keys, values, hidden=whole, **options)
     blocks = []

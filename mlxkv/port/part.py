@@ -77,6 +77,6 @@ def require_splits(checkpoint: Checkpoint, ranks: int) -> None:
     """Refuses a model that so many ranks cannot share, before anything of it is loaded."""
     config: dict[str, Any] = checkpoint.config
     given = {"num_key_value_heads": config.get("num_attention_heads")} | config
-    sizes = {name: given[name] for name in SPLIT if isinstance(given.get(name), int)}
+    sizes = {name: size for name in SPLIT if isinstance(size := given.get(name), int)}
     groups = {name: (p.shape[1], p.group_size) for name, p in checkpoint.packed.items()}
     require_divides(sizes, ranks, groups=groups, where=checkpoint.where)
