@@ -130,16 +130,19 @@ def test_four_ranks_hold_a_quarter_of_what_is_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["port", "mlx-lm"])
 def test_compare_judges_an_engine_on_ranks(engine: str, tmp_path: Path, answer: Path) -> None:
+    """mlx-lm on a cache of one's own, whose rows are shown only where it has the rank's heads."""
     (tmp_path / "hosts.json").write_text(json.dumps({"backend": "ring", "hosts": [HOST, HOST]}))
     how = ["--ranks", 2] if engine == "port" else ["--hostfile", tmp_path / "hosts.json"]
     words = ["--oracle", answer, "--quick", "--json", "--engine", engine]
+    if engine == "mlx-lm":
+        words += ["--cache", f"{Path(__file__).with_name('own_caches.py')}:make"]
 
     done = mlxkv("compare", *words, *how, "--out", tmp_path / "out")
 
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["outcome"] == "agree"
-    environment = verdict["environment"][engine]
+    (environment,) = [of for name, of in verdict["environment"].items() if name != "oracle"]
     assert (environment["ranks"], environment["backend"]) == (2, "ring")
     gates = {gate["name"] for gate in verdict["gates"] if gate["ran"]}
     assert {"keys worst row", "values worst row", "sigma"} <= gates
