@@ -21,6 +21,7 @@ from typing import Any
 
 from mlxkv.engines import launch as launcher
 from mlxkv.engines.job import Job, answer, read
+from mlxkv.engines.progress import say
 from oracle.formats import child, strict_json
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.exits import DEBUG, PARENT
@@ -91,6 +92,7 @@ def launch(job: Job, path: str, module: str) -> None:
     where = ["--hostfile", job.hostfile] if job.hostfile else ["-n", str(job.ranks)]
     words = ["--backend", "ring", "--starting-port", str(port), *where, "--"]
     words += child.command("mlxkv.engines.rank", path, module, job.device, str(threads))
+    say(f"{module}: on {len(hosts)} ranks")
     text = _run([*words, str(MEETING)], job.out)
     if os.environ.get(DEBUG):
         sys.stderr.write(text)
