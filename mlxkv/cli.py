@@ -148,9 +148,10 @@ def cli() -> None:
     "Many prompts: JSON lines, or a text a line; the worst decides.",
     metavar="FILE|builtin",
 )
+@option("--jsonl", "With --prompts: a line of JSON for each, as soon as it is judged.", type=FOLDER)
 @_report("the verdict")
 def compare(
-    prompts: str | None, candidates: tuple[Path, ...], **options: Any
+    prompts: str | None, jsonl: Path | None, candidates: tuple[Path, ...], **options: Any
 ) -> Callable[..., Report]:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
@@ -164,6 +165,9 @@ def compare(
     from mlxkv.commands.compare import many, run
 
     if prompts is None:
+        if jsonl is not None:
+            what = "expected it beside --prompts, one line a prompt"
+            raise Refusal(what, where=f"--jsonl {jsonl}", remedy="use --json, or give --prompts")
         request = _request(has_oracle=True, **options)
         return partial(run.report, request, candidates=candidates)
     of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
@@ -173,7 +177,7 @@ def compare(
         what = "expected --prompts alone, as each prompt has its own"
         where = f"--prompts and {' and '.join(beside)}"
         raise Refusal(what, where=where, remedy="leave one side out")
-    return partial(many.report, _request(**options), prompts)
+    return partial(many.report, _request(**options), prompts, lines=jsonl)
 
 
 @cli.command()

@@ -8,7 +8,7 @@ torch is imported only while a folder is being made.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
@@ -85,6 +85,8 @@ def run(
             questions[apart] = question.probed()
         except Refusal as refusal:
             note(f"oracle: no probe, as {refusal.what}")
+    first, *others = questions.values()
+    note(first.estimate(*others))
     return _answered(questions, force=force, keep_pool=keep_pool, progress=progress, note=note)[out]
 
 
@@ -102,7 +104,28 @@ def probe(
     out = Path(out).absolute()
     place.check(out, ours=_OURS, force=force)
     question = ask(model, tokens=[0], steps=0, progress=progress, note=note, **computed).probed()
+    note(question.estimate())
     return _answered({out: question}, force=force, progress=progress, note=note)[out]
+
+
+def many(
+    questions: Mapping[Path, Question],
+    *,
+    force: bool = False,
+    progress: Progress = silent,
+    note: Note = silent,
+) -> Iterator[Path]:
+    """Makes a run folder for each question about one model, in one process.
+
+    Each folder's path comes as soon as the folder is there, whole: what is finished stays, whatever
+    becomes of the rest. A probe that cannot be measured is left out beside others.
+    """
+    require("torch", "transformers")
+    probes = {out: one for out, one in questions.items() if one.probe}
+    rest = [({out: one}) for out, one in questions.items() if not one.probe] or [{}]
+    for i, some in enumerate(rest):
+        asked = some | (probes if i == 0 else {})
+        yield from _answered(asked, force=force, progress=progress, note=note)
 
 
 def _answered(
@@ -114,8 +137,6 @@ def _answered(
     note: Note,
 ) -> dict[Path, Manifest]:
     """The manifests of the folders made, each whole or not there; the first one's is among them."""
-    first, *others = questions.values()
-    note(first.estimate(*others))
     with ExitStack() as stack:
         folders: dict[Path, Path] = {}
         for out in questions:

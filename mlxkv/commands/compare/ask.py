@@ -79,6 +79,15 @@ class Answers:
     probe: Answer | None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the oracle is to be asked: for each request, and for the model's probe."""
+
+    checkpoint: Checkpoint
+    questions: tuple[oracle.Question, ...]
+    probe: oracle.Question | None
+
+
 def ask(requests: Sequence[Request]) -> Answers:
     """The answers, all on the first request's model.
 
@@ -86,7 +95,22 @@ def ask(requests: Sequence[Request]) -> Answers:
     """
     first = requests[0]
     if first.oracle is not None:
-        return _given(first, first.oracle)
+        return given(first, first.oracle)
+    asked = asking(requests)
+    name = asked.checkpoint.name
+    if len(requests) == 1:
+        (one,) = asked.questions
+        say(f"oracle: {len(one.tokens)} tokens and {one.steps} steps on {name}")
+    else:
+        say(f"oracle: {len(requests)} prompts on {name}")
+    found, probe = oracle.ask_all(asked.questions, asked.probe, fresh=first.fresh)
+    each = tuple(_kept(asked.checkpoint, one) for one in found)
+    return Answers(each, None if probe is None else _kept(asked.checkpoint, probe))
+
+
+def asking(requests: Sequence[Request]) -> Asked:
+    """The questions, all on the first request's model; nothing is asked yet."""
+    first = requests[0]
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
@@ -98,14 +122,8 @@ def ask(requests: Sequence[Request]) -> Answers:
         # What the port refuses must not cost a run of the oracle first.
         rope = LlamaConfig.of(checkpoint).rope
         beyond, original = rope.beyond, _original(rope)
-    questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    probe = None if first.quick else _probe(questions[0], original)
-    # The first is asked with the probe, so that one process makes both.
-    asked = [
-        _asked(request, question, probe if request is first else None)
-        for request, question in zip(requests, questions, strict=True)
-    ]
-    return Answers(tuple(answer for answer, _ in asked), asked[0][1])
+    questions = tuple(_question(request, checkpoint, beyond=beyond) for request in requests)
+    return Asked(checkpoint, questions, None if first.quick else _probe(questions[0], original))
 
 
 def _original(rope: Rope) -> int | None:
@@ -127,17 +145,6 @@ def _probe(question: oracle.Question, original: int | None) -> oracle.Question |
     return None
 
 
-def _asked(
-    request: Request, question: oracle.Question, probe: oracle.Question | None
-) -> tuple[Answer, Answer | None]:
-    checkpoint = question.checkpoint
-    whose = f"{request.name}, " if request.name else ""
-    what = f"{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}"
-    say(f"oracle: {whose}{what}")
-    found, probed = oracle.ask_both(question, probe, fresh=request.fresh)
-    return _kept(checkpoint, found), None if probed is None else _kept(checkpoint, probed)
-
-
 def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     # A kept answer may have been made from the same weights under another name: the name that was
     # asked for now is shown.
@@ -145,7 +152,7 @@ def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     return _answer(checkpoint, found.folder, replace(found.manifest, **asked), found.made)
 
 
-def _given(request: Request, folder: Path) -> Answers:
+def given(request: Request, folder: Path) -> Answers:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
     say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
