@@ -167,6 +167,9 @@ class _Layer(llama.Layer):
         super().__init__(rows.config, weights, rows.tables)
         self.rows, self.prefix = rows, prefix
 
+    def _pieces(self, n: int, seen: Mapping[str, Any]) -> list[slice]:
+        return [slice(0, n)]  # each row's number says whose it is
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         names = [f"{self.prefix}{name}.{part}" for part in ("weight", "bias")]

@@ -178,7 +178,7 @@ def proof(checkpoint: Checkpoint, dtype: str) -> float:
     config, weights = config_of(checkpoint), Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, TOKENS, segments={"full": [len(TOKENS)]})
     out = np.zeros((len(TOKENS), config.vocab_size))
-    most, _ = truth.write_logits(streams, weights.head(config), out)
+    most, _ = truth.write_logits(streams, weights.head_blocks(config), out)
     error = reference.Reference(checkpoint, dtype=dtype).double(TOKENS) - out
     return math.sqrt((error * error).mean()) / most / PROOF_LIMITS["transformers_double"]
 
