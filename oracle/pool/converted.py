@@ -48,7 +48,7 @@ def tensors(
     size = sum(map(math.prod, odd.values())) * DTYPES[dtype].itemsize
     # Of a neighbour's weights transformers may keep some wider than the run's dtype.
     narrowed = is_neighbour(checkpoint) and dtype != "float32"
-    kept = None if size < LEAST or narrowed else _kept(weights, odd, size, progress)
+    kept = None if size < LEAST or narrowed or not odd else _kept(weights, odd, size, progress)
     found = {} if kept is None else _mapped(kept, odd)
     for name in sorted(checkpoint.weights.keys() - found.keys()):
         if name in checkpoint.packed:

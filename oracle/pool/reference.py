@@ -182,9 +182,11 @@ class Reference:
                 parameters[id(parameter)] = name
 
         def wide(tensor: Tensor, rows: Rows | None) -> Tensor:
-            if id(tensor) in parameters:
-                return weights(parameters[id(tensor)], rows=rows)
-            return (tensor if rows is None else tensor[rows]).double()
+            # It is called within the model's call, whose float32 may mean float64.
+            with torch._C.DisableTorchFunction():
+                if id(tensor) in parameters:
+                    return weights(parameters[id(tensor)], rows=rows)
+                return (tensor if rows is None else tensor[rows]).double()
 
         return wide
 

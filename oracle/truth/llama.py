@@ -11,8 +11,8 @@ MLP's width, V vocabulary.
 
 The sequence is followed in several ways at once (whole, in chunks, token by token), each with a
 cache of its own in every layer. That they agree is the truth's first proof of itself. What a layer
-does to each position by itself is computed for all segments of a way together, and for some
-thousand positions at once where there are more. This module knows no plan, no noise and no port.
+does to each position by itself, but for RoPE, is computed for all segments of a way together, and
+for some thousand positions at once where there are more. This module knows no plan, no noise and no port.
 """
 
 from __future__ import annotations
@@ -138,12 +138,14 @@ class Layer:
             array[:, : given.shape[1]] = given
         first = stream.spans[0][0] if stream.spans else len(stream.hidden)
         x, mixed = stream.hidden[first:], []
-        queries, turned, v = self._projected(x, first, seen)
+        q, k, v = self._projected(x, seen)
         for start, stop in stream.spans:
             own = slice(start - first, stop - first)
-            keys[:, start:stop], values[:, start:stop] = turned[:, own], v[:, own]
+            queries, turned = (self._rotate(t[:, own], start) for t in (q, k))
+            keys[:, start:stop], values[:, start:stop] = turned, v[:, own]
+            _keep(seen, q_rope=queries, k_rope=turned)
             held = keys[:, :stop], values[:, :stop]
-            mixed.append(self._attend(queries[:, own], *held, start=start, seen=seen))
+            mixed.append(self._attend(queries, *held, start=start, seen=seen))
         stream.hidden[first:] = self._finished(x, torch.cat(mixed), seen)
         return keys, values
 
@@ -155,17 +157,16 @@ class Layer:
         step = n if set(seen) - {"hidden"} else max(_SHORT, _WIDE // self.config.mlp)
         return [slice(start, min(start + step, n)) for start in range(0, n, max(1, step))]
 
-    def _projected(self, x: Tensor, start: int, seen: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Queries (H, L, D), keys and values (K, L, D) of hidden states (L, E) at `start` and on."""
+    def _projected(self, x: Tensor, seen: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Queries (H, L, D), keys and values (K, L, D) of hidden states (L, E), before RoPE."""
         parts = []
         for rows in self._pieces(len(x), seen):
             normed = self._norm("input_layernorm", x[rows])
             projected = (self._linear(f"self_attn.{name}_proj", normed) for name in "qkv")
             shape = len(normed), -1, self.config.head_dim
             q, k, v = (t.view(shape).transpose(0, 1) for t in projected)  # [H or K, L, D]
-            queries, turned = (self._rotate(t, start + rows.start) for t in (q, k))
-            _keep(seen, input_norm=normed, q=q, k=k, v=v, q_rope=queries, k_rope=turned)
-            parts.append((queries, turned, v))
+            _keep(seen, input_norm=normed, q=q, k=k, v=v)
+            parts.append((q, k, v))
         joined = zip(*parts, strict=True)
         return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in joined)
 
