@@ -115,15 +115,21 @@ class Reference:
             self.kinds = neighbour_model.kinds(self._model)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, *, attention: str = "sdpa", cache: CacheName | None = None) -> Trace:
+    def run(
+        self,
+        plan: Plan,
+        *,
+        attention: str = "sdpa",
+        in_order: bool = False,
+        cache: CacheName | None = None,
+    ) -> Trace:
         """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
         A step that fails leaves its error and no row; the next step goes on with what there is.
-        Where `attention` is "sequential", it is the class's own, and norms add up in order. If
-        `cache` is given, the trace names it, and has what the caches say of themselves.
+        Norms add up `in_order` if so asked. If `cache` is given, the trace names it, and has what
+        the caches say of themselves.
         """
-        in_order = attention == "sequential"
-        self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
+        self._model.set_attn_implementation(attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size, cache or _USUAL)
         order = orders.Sequential()
         with order if in_order else contextlib.nullcontext():
@@ -140,7 +146,7 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | {"attention": attention} | says,
+            environment=environment() | {"attention": "sequential" if in_order else attention} | says,
             no_cache=lacks,
         )
         return Trace(meta, arrays)
