@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from oracle.formats import disk, run_folder, trace
+from oracle.formats import disk, rows, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Outcome, Trace
@@ -206,7 +205,7 @@ def _greedy(question: Question, model: Reference, progress: Progress) -> Trace |
         return None
     progress("greedy tokens", 0, 1)
     steps = New("a"), Greedy("a", question.tokens, 0, question.steps)
-    whole = question.all_rows or question.length <= WHOLE
+    whole = question.all_rows or question.length <= rows.WHOLE
     plan = Plan("greedy", steps, "all" if whole else "last")
     return _whole(model.run(plan, attention=model.kinds[-1]))
 
