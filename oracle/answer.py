@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from oracle.formats import disk, run_folder, trace
+from oracle.formats import disk, rows, run_folder, trace
 from oracle.formats.contents import kinds_of
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import FLOORS, MEAN, SEQUENTIAL, TRUTH, Manifest, write_manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Outcome, Trace
@@ -135,7 +134,7 @@ def _measured(
     )
     step, full = (pool.members[f"{kind}-{plan}"].logits for plan in (cached, "full"))
     proofs[f"reference_{cached}_full_max"] = max(
-        float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
+        float(np.abs(step[some] - full[some]).max()) for some in errors.blocks(full)
     )
     most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
     proofs["float32_parts"] = pool.parts / most
@@ -195,7 +194,7 @@ def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     )
     if not kinds:
         what = f"{', '.join(apart)} differs from its own attention in float64, and that"
-        what = f"{what} takes no more than {WHOLE} tokens"
+        what = f"{what} takes no more than {rows.WHOLE} tokens"
         raise Refusal(what, where="transformers pool", remedy="give fewer tokens")
     rough = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False)
     members = {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart}
@@ -223,7 +222,7 @@ def _greedy(
         return None
     progress("greedy tokens", 0, 1)
     steps = New("a"), Greedy("a", question.tokens, 0, question.steps)
-    whole = question.all_rows or question.length <= WHOLE
+    whole = question.all_rows or question.length <= rows.WHOLE
     plan = Plan("greedy", steps, "all" if whole else "last")
     return _whole(model.run(plan, attention=attention))
 

@@ -78,7 +78,8 @@ def error_by_position(
         axes.plot(at, above, color="#000000", linewidth=1, label=label)
         for i, curve in enumerate(curves):
             color, marker, line = _LOOKS[i % len(_LOOKS)]
-            size = 4 if n <= _MOST_TOKENS else 0
+            # Where not every position has a row, marks show which have.
+            size = 4 if n <= _MOST_TOKENS else 2 if len(at) < n else 0
             rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
             looks = {"color": color, "marker": marker, "linestyle": line, "markersize": size}
             axes.plot(curve.positions, rms, linewidth=1.2, label=curve.plan, **looks)

@@ -88,11 +88,13 @@ def read_probe(folder: Path, of: Manifest) -> Contents | None:
 def kinds_of(length: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
     """Those of a model's kinds of attention that are in the pool of a sequence of so many tokens.
 
-    Of a long one without eager, if there is another: it writes out all scores of a layer, heads
-    times the square of the length, 10 GB at 9 heads and 16,384 tokens.
+    Of a long one without eager, which writes out all scores of a layer, heads times the square of
+    the length: 10 GB at 9 heads and 16,384 tokens. Where it is the last, the class's own, as a
+    neighbour's is, it stays: the others may leave out what it computes.
     """
-    others = tuple(kind for kind in kinds if kind != EAGER)
-    return others if others and length > rows.WHOLE else tuple(kinds)
+    if length <= rows.WHOLE or kinds[-1] == EAGER:
+        return tuple(kinds)
+    return tuple(kind for kind in kinds if kind != EAGER)
 
 
 def members_of(
