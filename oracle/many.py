@@ -72,6 +72,7 @@ def _question(base: Question, one: One) -> Question:
         steps=one.steps,
         chunks=one.chunks,
         taps=one.taps,
+        all_rows=one.all_rows,
     )
     found.check()
     return found

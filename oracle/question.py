@@ -17,6 +17,7 @@ from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, judged_plans, probe_plans, probe_sizes, prompt_calls
 from oracle.formats.progress import Note, Progress, silent
+from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
@@ -50,6 +51,7 @@ class Asked(Computed, total=False):
     steps: int
     chunks: Sequence[int] | None
     taps: Sequence[str]
+    all_rows: bool
 
 
 class Making(Asked, total=False):
@@ -88,6 +90,7 @@ class Question(Inputs):
             prompt=self.prompt_tokens,
             chunks=chunks,
             original=self.config.original,
+            all_rows=self.all_rows,
         )
 
     def probed(self) -> Question:
@@ -140,23 +143,26 @@ class Question(Inputs):
 
     def members(self, plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
         """The pool that follows these plans, the probe's with the model's own attention only."""
-        return members_of(plans, kinds[-1:] if self.probe else kinds)
+        return members_of(plans, kinds[-1:] if self.probe else kinds, length=self.length)
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
         """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
 
         By steps is the prompt, then singles. In chunks is the prompt in chunks, then the rest as
         one more, which the chunked plan does not have: many queries over a long history.
-        The mixed plan as it is.
+        The mixed plan as it is. A long sequence, whose every way takes much time and memory, is
+        followed whole and as the chunked plan is, which has chunks and singles.
         """
         n, p = self.length, self.prompt_tokens
         if self.probe:
             return {name: [call.fed for call in plan.calls()] for name, plan in plans.items()}
         chunks = prompt_calls(plans["chunked"], n, p) if "chunked" in plans else [p]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
-        ways["chunked"] = [size for size in ways["chunked"] if size]
-        if "mixed" in plans:
+        if n > WHOLE:
+            ways = {"full": [n], "chunked": [*chunks, *[1] * (n - p)]}
+        elif "mixed" in plans:
             ways["mixed"] = [call.fed for call in plans["mixed"].calls()]
+        ways["chunked"] = [size for size in ways["chunked"] if size]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
     @property
@@ -213,6 +219,7 @@ def ask(
     dtype: str = "float32",
     threads: int | None = None,
     taps: Sequence[str] = ("hidden",),
+    all_rows: bool = False,
     revision: str | None = None,
     ignore_keys: Sequence[str] = (),
     progress: Progress = silent,
@@ -237,6 +244,7 @@ def ask(
         dtype=dtype,
         threads=threads or os.cpu_count() or 1,
         taps=taps,
+        all_rows=all_rows,
         tokenizer=tokenizer,
     )
     question.check()

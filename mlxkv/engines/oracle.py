@@ -56,6 +56,7 @@ class Question(Inputs):
             steps=self.steps,
             chunks=self.chunks,
             taps=tuple(self.taps),
+            all_rows=self.all_rows,
         )
 
 

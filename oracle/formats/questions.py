@@ -34,6 +34,7 @@ class One(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     steps: Whole = 0
     chunks: tuple[Whole, ...] | None = None
     taps: tuple[str, ...] = ("hidden",)
+    all_rows: bool = False
     probe: bool = False
 
 
