@@ -146,9 +146,7 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment()
-            | {"attention": "sequential" if in_order else attention}
-            | says,
+            environment=environment() | {"attention": "sequential" if in_order else attention} | says,
             no_cache=lacks,
         )
         return Trace(meta, arrays)
