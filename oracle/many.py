@@ -102,7 +102,8 @@ def _estimate(asked: Mapping[Path, Question]) -> Estimate:
 def _key(asked: Mapping[Path, Question]) -> str:
     """Under what the speed of such answers is remembered."""
     first = next(iter(asked.values()))
-    return f"oracle {first.dtype} {first.threads}"
+    parameters = first.checkpoint.parameters
+    return measured.key("oracle", first.dtype, first.threads, parameters=parameters)
 
 
 def _line(asked: Mapping[Path, Question], expected: Estimate) -> str:

@@ -54,7 +54,8 @@ class Lane:
         """Under what the speed of such lanes is remembered."""
         job = self.job
         threads = job.threads or os.cpu_count() or 1
-        return f"{self.module} {job.dtype} {job.device} {threads}"
+        of = self.module, job.dtype, job.device, threads
+        return measured.key(*of, parameters=self.checkpoint.parameters)
 
     @property
     def seconds(self) -> float:

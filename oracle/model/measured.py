@@ -19,6 +19,14 @@ _FILE = "measured.json"
 _FORMAT = "mlxkv-measured/1"
 
 
+def key(*parts: object, parameters: int) -> str:
+    """Under what the speed of work on a model is remembered: what it is, and the model's size by
+    powers of four, as small models are slow for theirs.
+    """
+    size = round(math.log(max(1, parameters), 4))
+    return " ".join(map(str, (*parts, f"4^{size}")))
+
+
 def corrected(key: str, seconds: float) -> float:
     """The estimate times what the last work of this key took over its estimate."""
     return seconds * _read().get(key, 1.0)

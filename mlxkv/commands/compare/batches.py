@@ -96,22 +96,29 @@ def _cut(
     device: str,
 ) -> list[_Batch]:
     """The sequences in batches whose traces are MOST bytes each, the probe's in the only one."""
-    groups: list[list[tuple[str, Answer]]] = []
-    room = 0
-    for one in named:
-        size = _disk(lanes_of(engine, Answers((one[1],), None), out, device))
-        if not groups or size > room:
-            groups.append([])
-            room = MOST
-        groups[-1].append(one)
-        room -= size
+    sizes = [_disk(lanes_of(engine, Answers((of,), None), out, device)) for _, of in named]
+    groups = grouped(sizes)
     several = len(groups) > 1
     found = []
-    for i, some in enumerate(groups):
+    for i, places in enumerate(groups):
+        some = [named[place] for place in places]
         part = f"-{i}" if several else ""
         asked = Answers(tuple(of for _, of in some), None if several else probe)
         found.append(_Batch(tuple(some), part, lanes_of(engine, asked, out, device, part=part)))
     return found
+
+
+def grouped(sizes: Sequence[int]) -> list[list[int]]:
+    """The places of sequences, in batches, by the bytes that each leaves."""
+    groups: list[list[int]] = []
+    room = 0
+    for place, size in enumerate(sizes):
+        if not groups or size > room:
+            groups.append([])
+            room = MOST
+        groups[-1].append(place)
+        room -= size
+    return groups
 
 
 def _disk(found: Mapping[str, Lane]) -> int:

@@ -132,16 +132,6 @@ def compare(
     each: Callable[[Judged], object] = lambda _: None,
 ) -> Overview:
     """Judges the prompts, and shows `each` as it is judged; `commands` stand in their reports."""
-    requests = [
-        replace(
-            request,
-            name=one.name,
-            prompt=one.prompt or None,
-            tokens=one.tokens or None,
-            steps=one.steps or request.steps,
-        )
-        for one in given
-    ]
 
     def judge(name: str, runs: Runs, longest: bool) -> Judged:
         # What the longest cannot show, the others hardly do; the oracle takes seconds for each.
@@ -151,11 +141,29 @@ def compare(
 
     plots.load_aside()
     found = dict[str, Judged]()
-    with closing(batches(requests, judge, kind=Judged, about=commands)) as made:
+    with closing(batches(_requests(request, given), judge, kind=Judged, about=commands)) as made:
         for one in made:
             found[one.name] = one
             each(one)
     return Overview(Prompts({name: one.verdict for name, one in found.items()}), found)
+
+
+def requests(request: Request, source: str) -> list[Request]:
+    """Of each prompt of a file, or of the built-in ones, what is asked."""
+    return _requests(request, prompts.named(source))
+
+
+def _requests(request: Request, given: Sequence[Prompt]) -> list[Request]:
+    return [
+        replace(
+            request,
+            name=one.name,
+            prompt=one.prompt or None,
+            tokens=one.tokens or None,
+            steps=one.steps or request.steps,
+        )
+        for one in given
+    ]
 
 
 def _judged(name: str, compared: Compared, files: dict[str, str]) -> Judged:
