@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mlxkv.port.cache import Cache
     from mlxkv.port.llama import Llama, ModelTap
+    from mlxkv.port.weights import Filling
 
 
 class Begun:
@@ -172,13 +173,14 @@ class PortRunner(PlanRunner):
                 if layer.keys is not None and layer.values is not None:
                     yield name, i, layer.keys, layer.values
 
-    def arrays(self) -> dict[str, Array]:
-        """With the masks, where they are kept."""
-        arrays = super().arrays()
-        for name, cache in self.caches.items() if self.keep_masks else ():
-            for (L, S), mask in cache.masks.items():
-                arrays[f"mask/{name}/{L}x{S}"] = np.array(mask)
-        return arrays
+    def beside(self) -> dict[str, Array]:
+        """The masks, where they are kept."""
+        kept = self.caches.items() if self.keep_masks else ()
+        return {
+            f"mask/{name}/{L}x{S}": np.array(mask)
+            for name, cache in kept
+            for (L, S), mask in cache.masks.items()
+        }
 
 
 def facts(cache: Cache) -> dict[str, int]:
@@ -215,27 +217,37 @@ def run(
 
 
 def follow(job: Job) -> None:
-    """Loads the job's model once and writes one trace per plan."""
-    exact = job.dtype == "float64"
-    environment, checkpoint = job.prepare("cpu" if exact else job.device)
-    from mlxkv.port.weights import from_checkpoint
+    """Writes one trace per plan; the job's weights are read once for all of them."""
+    environment, checkpoint = job.prepare("cpu" if job.dtype == "float64" else job.device)
+    from mlxkv.port.weights import Filling
 
-    model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
-    runner.dither(model.embed_tokens, job.dither)
+    filling = Filling(checkpoint, job.dtype, rounded_to=job.weights_dtype)
     meta = job.meta(
         checkpoint,
-        environment | {"rope": model.config.rope.words},
+        environment | {"rope": filling.model.config.rope.words},
         engine="mlxkv" if job.guarded else "mlxkv (unguarded)",
         version=machine.version("mlxkv"),
-        probes=probe() if exact else {},
+        probes=probe() if job.dtype == "float64" else {},
     )
-    if job.taps:
-        from mlxkv.engines import recorder
+    _follow(job, filling, meta)
 
+
+def _follow(job: Job, filling: Filling, meta: Meta) -> None:
+    """As float64 allows all plans at once, as taps are asked for, or plan by plan."""
+    from mlxkv.engines import exact, recorder
+
+    label = f"port ({job.dtype}, {meta.device})"
+    if job.dtype == "float64":
+        label = "algebra (float64)"
+    if exact.serves(job):
+        exact.follow(job, filling, meta, label)
+        return
+    filling.fill()
+    model, begun = filling.model, Begun()
+    runner.dither(model.embed_tokens, job.dither)
+    if job.taps:
         job.write_seconds(recorder.follow(job, model, meta))
         return
-
-    begun = Begun()
 
     def begin(plan: Plan) -> tuple[PortRunner, Meta]:
         runs = PortRunner(
@@ -248,8 +260,7 @@ def follow(job: Job) -> None:
         )
         return runs, meta
 
-    label = f"port ({job.dtype}, {environment['device']})"
-    runner.follow(job, "algebra (float64)" if exact else label, begin)
+    runner.follow(job, label, begin)
 
 
 def probe() -> dict[str, float]:
