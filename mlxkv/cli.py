@@ -148,6 +148,10 @@ def cli() -> None:
     "Many prompts: JSON lines, or a text a line; the worst decides.",
     metavar="FILE|builtin",
 )
+@option("--ranks", "Processes on this machine that share the engine's model.", type=Whole(2))
+@option(
+    "--hostfile", "A file of mlx.launch's: a host for each rank, this machine first.", type=FOLDER
+)
 @_report("the verdict")
 def compare(
     prompts: str | None, candidates: tuple[Path, ...], **options: Any

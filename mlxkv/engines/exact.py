@@ -36,7 +36,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def serves(job: Job) -> bool:
     """Whether the job can be followed so: what its calls are is known before they are computed."""
-    usual = job.guarded and not (job.taps or job.masks or job.dither or job.caches)
+    usual = job.guarded and not (job.taps or job.masks or job.dither or job.caches or job.ranks)
     plain = all(isinstance(step, New | Call) for plan in job.plans for step in plan.steps)
     single = not any(plan.batched for plan in job.plans)
     return job.dtype == "float64" and usual and plain and single

@@ -24,6 +24,7 @@ from oracle.formats.trace import CACHES, SHARED, Meta, Trace
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxkv.engines.rank import Ranks
     from mlxkv.port.cache import Cache
     from mlxkv.port.llama import Llama, ModelTap
     from mlxkv.port.weights import Filling
@@ -84,6 +85,7 @@ class PortRunner(PlanRunner):
             "dtype": cache_dtype or self.dtype,
             "guarded": guarded,
             "max_length": most if longrope else None,
+            "part": model.part,
         }
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -216,12 +218,16 @@ def run(
     return Trace(replace(base, plan=plan, outcomes=runner.outcomes), runner.arrays())
 
 
-def follow(job: Job) -> None:
-    """Writes one trace per plan; the job's weights are read once for all of them."""
+def follow(job: Job, ranks: Ranks | None = None) -> None:
+    """Writes one trace per plan; the job's weights, or this rank's part, are read once for all."""
     environment, checkpoint = job.prepare("cpu" if job.dtype == "float64" else job.device)
     from mlxkv.port.weights import Filling
 
-    filling = Filling(checkpoint, job.dtype, rounded_to=job.weights_dtype)
+    if ranks is not None:
+        ranks.require_alike(checkpoint)
+        environment |= ranks.facts
+    group, rounded = None if ranks is None else ranks.group, job.weights_dtype
+    filling = Filling(checkpoint, job.dtype, rounded_to=rounded, group=group)
     meta = job.meta(
         checkpoint,
         environment | {"rope": filling.model.config.rope.words},
@@ -229,10 +235,11 @@ def follow(job: Job) -> None:
         version=machine.version("mlxkv"),
         probes=probe() if job.dtype == "float64" else {},
     )
-    _follow(job, filling, meta)
+    kind = PortRunner if ranks is None else ranks.runner(PortRunner)
+    _follow(job, filling, meta, kind)
 
 
-def _follow(job: Job, filling: Filling, meta: Meta) -> None:
+def _follow(job: Job, filling: Filling, meta: Meta, kind: type[PortRunner]) -> None:
     """As float64 allows all plans at once, as taps are asked for, or plan by plan."""
     from mlxkv.engines import exact, recorder
 
@@ -250,7 +257,7 @@ def _follow(job: Job, filling: Filling, meta: Meta) -> None:
         return
 
     def begin(plan: Plan) -> tuple[PortRunner, Meta]:
-        runs = PortRunner(
+        runs = kind(
             model,
             plan,
             guarded=job.guarded,

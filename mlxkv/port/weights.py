@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
-from mlxkv.port import ops
+from mlxkv.port import ops, shard
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.packed import install, unpacked
+from mlxkv.port.part import Part, axis_of, require_splits
 from mlxkv.port.stored import require_floats, require_same_head, weights_of
 from oracle.formats import disk
 from oracle.formats.errors import Refusal
@@ -46,10 +47,17 @@ def load(
 
 
 def from_checkpoint(
-    checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "float32",
+    *,
+    rounded_to: str | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Llama:
-    """A Llama from a resolved checkpoint; packed weights stay packed, except in float64."""
-    filling = Filling(checkpoint, dtype, rounded_to=rounded_to)
+    """A Llama from a resolved checkpoint; packed weights stay packed, except in float64.
+
+    With a group this rank's part of it, which is all that is read.
+    """
+    filling = Filling(checkpoint, dtype, rounded_to=rounded_to, group=group)
     filling.fill()
     return filling.model
 
@@ -61,9 +69,16 @@ class Filling:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "float32", *, rounded_to: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        dtype: str = "float32",
+        *,
+        rounded_to: str | None = None,
+        group: mx.distributed.Group | None = None,
     ) -> None:
         config = LlamaConfig.of(checkpoint)
+        if group is not None:
+            require_splits(checkpoint, group.size())
         self._names = _shapes(config)
         _check(checkpoint, self._names, tied=config.tie_word_embeddings)
         self.model = Llama(config)
@@ -73,8 +88,10 @@ class Filling:
         # Of the random weights only the shapes were wanted; without this they would be made beside
         # the real ones.
         self.empty("")
+        if group is not None:
+            shard.install(self.model, group)
         self.model.eval()
-        self._stored = _Stored(checkpoint, first)
+        self._stored = _Stored(checkpoint, first, self.model.part)
         # Rounded weights are other weights.
         rounded = "" if first == self._dtype else f" in {rounded_to}"
         self.model.fingerprint = checkpoint.fingerprint + rounded
@@ -114,11 +131,12 @@ class Filling:
 class _Stored:
     """A checkpoint's tensors, read whenever they are asked for and not kept.
 
-    Floats are rounded to a dtype and refused where they are not finite in it.
+    Floats are rounded to a dtype and refused where they are not finite in it. Of a rank's `part`
+    only its rows and columns are read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype) -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
+    def __init__(self, checkpoint: Checkpoint, dtype: mx.Dtype, part: Part | None = None) -> None:
+        self.checkpoint, self.dtype, self.part = checkpoint, dtype, part
 
     def file(self, name: str) -> Path:
         return self.checkpoint.tensors[name].file
@@ -155,6 +173,10 @@ class _Stored:
         kind = _NUMPY[tensor.dtype]
         with disk.reading(tensor.file, "check the file"):
             mapped = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
+        axis = axis_of(name, mapped.ndim)
+        if self.part is not None and axis is not None:
+            mine = self.part.of(mapped.shape[axis])
+            mapped = mapped[(slice(None),) * axis + (slice(mine.start, mine.stop),)]
         # A tensor may begin anywhere in its file.
         array = mx.array(np.require(mapped[rows], requirements="A"))
         return array.view(mx.bfloat16) if tensor.dtype == "BF16" else array

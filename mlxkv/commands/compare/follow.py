@@ -17,6 +17,7 @@ from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from oracle.formats import trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, fewer_prefixes
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
@@ -91,6 +92,7 @@ class Runs:
 def find(request: Request) -> Engine:
     """The engine that a request names; a Refusal where it could not run here."""
     machine.require_device(request.device)
+    _require_ranks(request)
     if request.engine == "port":
         return Engine("port", process.PORT)
     if request.engine != "mlx-lm":
@@ -102,14 +104,26 @@ def find(request: Request) -> Engine:
     return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache)
 
 
+def _require_ranks(request: Request) -> None:
+    """Refuses what cannot be run on several ranks."""
+    if not request.shared_by:
+        return
+    if request.ranks and request.hostfile:
+        what = "expected one of them, as a hostfile has a host for each rank"
+        raise Refusal(what, where="--ranks and --hostfile", remedy="leave one out")
+    if request.engine not in ("port", "mlx-lm"):
+        what = f"{request.engine} is not known to have shard(group), expected port or mlx-lm"
+        raise Refusal(what, where="--ranks", remedy="judge it in one process")
+
+
 @contextmanager
-def follow(engine: Engine, answers: Answers, device: str) -> Iterator[tuple[Runs, ...]]:
+def follow(engine: Engine, answers: Answers, request: Request) -> Iterator[tuple[Runs, ...]]:
     """The engine's runs over each answer's plans; its weights are loaded once for all of them.
 
     The traces are removed when the block ends.
     """
     with process.scratch() as room:
-        jobs = _jobs(engine, answers, room / "run", device)
+        jobs = _jobs(engine, answers, room / "run", request)
         with ExitStack() as stack:
             # The second says nothing unless it fails.
             running = {
@@ -148,12 +162,13 @@ def _runs(
     )
 
 
-def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str, Job]:
+def _jobs(engine: Engine, answers: Answers, out: Path, request: Request) -> dict[str, Job]:
     """The engine's in the run's dtype, and the port's in float64 too.
 
     Of another's model float64 would prove nothing: MLX's own functions, which it may call, are only
     float32-accurate. The port's two run side by side: one thread does nearly as much as two where
-    memory is the limit, and a GPU is not in the CPU's way.
+    memory is the limit, and a GPU is not in the CPU's way. In float64 it runs in one process, as
+    what it proves of the arithmetic is the same on every rank.
     """
     first, sequences = answers.each[0], _plans(answers)
     dtype, checkpoint = first.case.manifest.dtype, first.checkpoint
@@ -164,7 +179,9 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
         asked,
         out,
         dtype=dtype,
-        device=device,
+        device=request.device,
+        ranks=request.ranks or 0,
+        hostfile=str(request.hostfile.absolute()) if request.hostfile else "",
         custom=engine.source,
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
         repeat=tuple(repeated(plans).name for plans in judged),
@@ -180,6 +197,8 @@ def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str,
         dtype="float64",
         device="cpu",
         repeat=(),
+        ranks=0,
+        hostfile="",
     )
     return {"port": one, "port float64": exact}
 
