@@ -155,6 +155,10 @@ def cli() -> None:
     "Print the plans, time, memory and disk of all this, and run nothing.",
     is_flag=True,
 )
+@option("--ranks", "Processes on this machine that share the engine's model.", type=Whole(2))
+@option(
+    "--hostfile", "A file of mlx.launch's: a host for each rank, this machine first.", type=FOLDER
+)
 @_report("the verdict")
 def compare(
     prompts: str | None,

@@ -3,8 +3,8 @@
 A run is in a scratch folder of its own, and what it holds goes when it ends. If it ends without a
 result (interrupted, killed by the system for its memory, refused), a lane that was finished moves
 into the cache folder under the digest of all that its traces depend on, and the next run of the
-same digest takes it out again. A lane of code that is a person's own is never kept: what it depends
-on cannot be known.
+same digest takes it out again. A lane of code that is a person's own, or on other hosts, is never
+kept: what it depends on cannot be known.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lane:
     def digest(self) -> str | None:
         """Of all that its traces depend on; None where that cannot be known."""
         job = self.job
-        if job.custom or kinds.executed(job.caches.values()):
+        if job.custom or job.hostfile or kinds.executed(job.caches.values()):
             return None
         asked = msgspec.to_builtins(job, enc_hook=str)
         value = {

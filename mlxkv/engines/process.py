@@ -22,6 +22,8 @@ from oracle.model.cache_folder import cache_dir
 
 PORT, MLX_LM, OWN = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.own"
 """The modules that follow a job, each in a process of its own."""
+RANKS = "mlxkv.engines.ranks"
+"""The module whose process has one of them run on several ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def of(checkpoint: Checkpoint, out: Path = Path("x"), **engine: Any) -> dict[str, Lane]:
     plans = tuple(judged_plans(models.SEQUENCE, prompt=models.PROMPT).values())
-    about = {"name": "port", "module": process.PORT} | engine
-    return of_plans(Engine(**about), checkpoint, [plans], (), out, "float32", "cpu")
+    about = {"name": "port", "module": process.PORT, "device": "cpu"} | engine
+    return of_plans(Engine(**about), checkpoint, [plans], (), out, "float32")
 
 
 def test_lanes_run_side_by_side_where_half_of_memory_holds_them(
@@ -120,6 +120,7 @@ def test_a_change_of_anything_that_traces_depend_on_changes_a_lanes_digest(
         replace(job, plans=job.plans[1:]),
         replace(job, plans=(replace(first, rows="last"), *job.plans[1:])),
         replace(job, dither=1),
+        replace(job, ranks=2),
     ]
     others = [replace(lane, job=job) for job in jobs]
     others += [replace(lane, checkpoint=replace(checkpoint, fingerprint="0"))]
@@ -144,6 +145,7 @@ def test_a_change_of_anything_that_traces_depend_on_changes_a_lanes_digest(
 def test_what_code_of_a_persons_own_computes_is_never_kept(checkpoint: Checkpoint) -> None:
     own = of(checkpoint, name="mine.py", module=process.OWN, source="/x/mine.py:load")
     assert [lane.digest for lane in own.values()] == [None]
+    assert [lane.digest is None for lane in of(checkpoint, hostfile="h").values()] == [True, False]
 
 
 def compare(tiny: Path, answer: Path, out: Path, *more: str) -> Done:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxkv.engines import kinds, oracle
+from mlxkv.engines import kinds, oracle, ranks
 from mlxkv.engines.kinds import Kind
 from mlxkv.engines.own import heads_of
 from mlxkv.engines.process import Finished
@@ -16,6 +16,7 @@ from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.config.rope import Rope
+from mlxkv.port.part import require_splits
 from oracle.formats import rows, run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -34,7 +35,7 @@ class Request:
     `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
     several requests from the others. `quick` leaves the probe out, `all_rows` compares all rows of
     logits of a long sequence. `has_oracle` says that the command has the option --oracle, for its
-    messages.
+    messages. `ranks`, or the hosts in `hostfile`, share the engine's model.
     """
 
     model: str | None = None
@@ -56,6 +57,13 @@ class Request:
     quick: bool = False
     all_rows: bool = False
     has_oracle: bool = False
+    ranks: int | None = None
+    hostfile: Path | None = None
+
+    @property
+    def shared_by(self) -> int:
+        """How many ranks run the engine, 0 for one process; a Refusal for a bad hostfile."""
+        return ranks.count(self.ranks or 0, self.hostfile or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ def asking(requests: Sequence[Request]) -> Asked:
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
-    _require_fits(first.cache, checkpoint)
+    _require_fits(first, checkpoint)
     beyond, original = "", None
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
@@ -167,7 +175,7 @@ def given(request: Request, folder: Path) -> Answers:
     )
     if request.engine == "port":
         require_llama(checkpoint)
-    _require_fits(request.cache, checkpoint)
+    _require_fits(request, checkpoint)
     if manifest.fingerprint != checkpoint.fingerprint:
         found, expected = manifest.fingerprint[:16], checkpoint.fingerprint[:16]
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
@@ -181,11 +189,15 @@ def given(request: Request, folder: Path) -> Answers:
     return Answers((_answer(checkpoint, folder, manifest, None),), probe)
 
 
-def _require_fits(cache: Kind | None, checkpoint: Checkpoint) -> None:
-    """Refuses a cache that no head of the model fits, before the oracle is asked."""
+def _require_fits(request: Request, checkpoint: Checkpoint) -> None:
+    """Refuses a cache that no head of the model fits, and ranks that its heads do not divide by,
+    before the oracle is asked.
+    """
     heads = heads_of(checkpoint.config)
-    if cache is not None and heads:
-        kinds.require(cache, heads[1])
+    if request.cache is not None and heads:
+        kinds.require(request.cache, heads[1])
+    if size := request.shared_by:
+        require_splits(checkpoint, size)
 
 
 def _require_texts(checkpoint: Checkpoint, manifest: run_folder.Manifest, where: Path) -> None:

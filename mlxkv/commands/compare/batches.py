@@ -63,12 +63,12 @@ def batches(
     `kind` is what it makes, and `about` what that depends on beside the runs and our sources.
     """
     engine = find(requests[0])
-    answers, device = ask(requests), requests[0].device
+    answers = ask(requests)
     named = [(str(one.name), of) for one, of in zip(requests, answers.each, strict=True)]
     longest = max(named, key=lambda one: one[1].case.length)[0]
     with lanes.room() as room, bar("prompts", len(named)) as advance:
-        cut = _cut(engine, named, answers.probe, room.folder, device)
-        probe = probed(engine, answers, device, room) if len(cut) > 1 else None
+        cut = _cut(engine, named, answers.probe, room.folder)
+        probe = probed(engine, answers, room) if len(cut) > 1 else None
         for some in cut:
             digest = some.digest(longest, *about)
             place = room.folder / f"judged{some.part}"
@@ -77,7 +77,7 @@ def batches(
             if not made:
                 asked = Answers(tuple(of for _, of in some.sequences), answers.probe)
                 asked = asked if probe is None else replace(asked, probe=None)
-                runs = followed(engine, asked, device, room, part=some.part, probe=probe)
+                runs = followed(engine, asked, room, part=some.part, probe=probe)
                 for (name, _), one in zip(some.sequences, runs, strict=True):
                     made.append(judge(name, one, name == longest))
                     yield made[-1]
@@ -93,10 +93,9 @@ def _cut(
     named: Sequence[tuple[str, Answer]],
     probe: Answer | None,
     out: Path,
-    device: str,
 ) -> list[_Batch]:
     """The sequences in batches whose traces are MOST bytes each, the probe's in the only one."""
-    sizes = [_disk(lanes_of(engine, Answers((of,), None), out, device)) for _, of in named]
+    sizes = [_disk(lanes_of(engine, Answers((of,), None), out)) for _, of in named]
     groups = grouped(sizes)
     several = len(groups) > 1
     found = []
@@ -104,7 +103,7 @@ def _cut(
         some = [named[place] for place in places]
         part = f"-{i}" if several else ""
         asked = Answers(tuple(of for _, of in some), None if several else probe)
-        found.append(_Batch(tuple(some), part, lanes_of(engine, asked, out, device, part=part)))
+        found.append(_Batch(tuple(some), part, lanes_of(engine, asked, out, part=part)))
     return found
 
 

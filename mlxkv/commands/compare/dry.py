@@ -119,7 +119,7 @@ def dry(requests: Sequence[Request]) -> Dry:
     first = requests[0]
     engine = find(first)
     planned = _planned(requests)
-    found, sizes = _lanes(engine, planned, first.device)
+    found, sizes = _lanes(engine, planned)
     parts, free = grouped(sizes), shutil.disk_usage(part("runs")).free
     made = planned.made
     answers = Process("oracle", 0.0, 0, 0, False)
@@ -154,12 +154,12 @@ def _once(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return tuple({plan.digest: plan for plan in plans}.values())
 
 
-def _lanes(engine: Engine, planned: Planned, device: str) -> tuple[dict[str, Lane], list[int]]:
+def _lanes(engine: Engine, planned: Planned) -> tuple[dict[str, Lane], list[int]]:
     """The lanes over all sequences, and of each sequence the bytes of its traces."""
     checkpoint, dtype = planned.checkpoint, planned.dtype
 
     def of(each: Sequence[Sequence[Plan]], probe: Sequence[Plan]) -> dict[str, Lane]:
-        return of_plans(engine, checkpoint, each, probe, Path(), dtype, device)
+        return of_plans(engine, checkpoint, each, probe, Path(), dtype)
 
     sizes = [
         sum(estimate.disk_of(lane.job, checkpoint) for lane in of([plans], ()).values())

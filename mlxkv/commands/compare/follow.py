@@ -18,6 +18,7 @@ from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from oracle.formats import trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, fewer_prefixes
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
@@ -32,13 +33,17 @@ _LANES = ("port", "port float64")
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Whose model is judged: its name, the module of its process, of a person's own the
-    FILE.py:function, and the cache that it runs on if not its usual one.
+    FILE.py:function, the cache that it runs on if not its usual one, and where: on a device, and in
+    `ranks` processes, or on the hosts in `hostfile`, that share the model.
     """
 
     name: str
     module: str
     source: str = ""
     cache: Kind | None = None
+    device: str = "auto"
+    ranks: int = 0
+    hostfile: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +98,46 @@ class Runs:
 def find(request: Request) -> Engine:
     """The engine that a request names; a Refusal where it could not run here."""
     machine.require_device(request.device)
+    _require_ranks(request)
+    hosts = str(request.hostfile.absolute()) if request.hostfile else ""
+    where: dict[str, Any] = {"device": request.device, "hostfile": hosts}
+    where["ranks"] = request.ranks or 0
     if request.engine == "port":
-        return Engine("port", process.PORT)
+        return Engine("port", process.PORT, **where)
     if request.engine != "mlx-lm":
         source = own.find(request.engine)
-        return Engine(source.name, process.OWN, f"{source.file}:{source.function}")
+        return Engine(source.name, process.OWN, f"{source.file}:{source.function}", **where)
     machine.require_mlx_lm()
     if (cache := request.cache) is None:
-        return Engine("mlx-lm", process.MLX_LM)
-    return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache)
+        return Engine("mlx-lm", process.MLX_LM, **where)
+    return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache, **where)
+
+
+def _require_ranks(request: Request) -> None:
+    """Refuses what cannot be run on several ranks."""
+    if not request.shared_by:
+        return
+    if request.ranks and request.hostfile:
+        what = "expected one of them, as a hostfile has a host for each rank"
+        raise Refusal(what, where="--ranks and --hostfile", remedy="leave one out")
+    if request.engine not in ("port", "mlx-lm"):
+        what = f"{request.engine} is not known to have shard(group), expected port or mlx-lm"
+        raise Refusal(what, where="--ranks", remedy="judge it in one process")
 
 
 @contextmanager
-def follow(engine: Engine, answers: Answers, device: str) -> Iterator[tuple[Runs, ...]]:
+def follow(engine: Engine, answers: Answers) -> Iterator[tuple[Runs, ...]]:
     """The engine's runs over each answer's plans; its weights are loaded once for all of them.
 
     The traces are removed when the block ends, or if it breaks off, kept for the next run.
     """
     with lanes.room() as room:
-        yield followed(engine, answers, device, room)
+        yield followed(engine, answers, room)
 
 
 def followed(
     engine: Engine,
     answers: Answers,
-    device: str,
     room: Room,
     *,
     part: str = "",
@@ -127,17 +147,17 @@ def followed(
 
     `part` tells the folders of several from one another.
     """
-    found = lanes_of(engine, answers, room.folder, device, part=part)
+    found = lanes_of(engine, answers, room.folder, part=part)
     took = lanes.follow(found, room)
     jobs = [lane.job for lane in found.values()]
     return _runs(engine, answers, jobs, took, probe)
 
 
-def probed(engine: Engine, answers: Answers, device: str, room: Room) -> Probe | None:
+def probed(engine: Engine, answers: Answers, room: Room) -> Probe | None:
     """The runs over the probe alone; None where there is none."""
     if answers.probe is None:
         return None
-    found = lanes_of(engine, Answers((), answers.probe), room.folder, device, part="-probe")
+    found = lanes_of(engine, Answers((), answers.probe), room.folder, part="-probe")
     lanes.follow(found, room)
     return _probe(answers.probe, [lane.job for lane in found.values()], _name(engine))
 
@@ -183,15 +203,13 @@ def _runs(
     )
 
 
-def lanes_of(
-    engine: Engine, answers: Answers, out: Path, device: str, *, part: str = ""
-) -> dict[str, Lane]:
+def lanes_of(engine: Engine, answers: Answers, out: Path, *, part: str = "") -> dict[str, Lane]:
     """The lanes over answers' plans, by the names that `took` gives them; see `of_plans`."""
     first = (*answers.each, *([answers.probe] if answers.probe else []))[0]
     plans = [of.plans for of in answers.each]
     probe = answers.probe.plans if answers.probe is not None else ()
     dtype = first.case.manifest.dtype
-    return of_plans(engine, first.checkpoint, plans, probe, out, dtype, device, part=part)
+    return of_plans(engine, first.checkpoint, plans, probe, out, dtype, part=part)
 
 
 def of_plans(
@@ -201,7 +219,6 @@ def of_plans(
     probe: Sequence[Plan],
     out: Path,
     dtype: str,
-    device: str,
     *,
     part: str = "",
 ) -> dict[str, Lane]:
@@ -209,7 +226,8 @@ def of_plans(
 
     Of another's model float64 would prove nothing: MLX's own functions, which it may call, are only
     float32-accurate. The port's two share the cores where they run side by side: one thread does
-    nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
+    nearly as much as two where memory is the limit, and a GPU is not in the CPU's way. In float64
+    it runs in one process, as what it proves of the arithmetic is the same on every rank.
     """
     judged = [[plan for plan, _ in some] for some in _named(each)]
     asked = [plan for some in judged for plan in some]
@@ -219,7 +237,9 @@ def of_plans(
         asked,
         out / f"run{part}",
         dtype=dtype,
-        device=device,
+        device=engine.device,
+        ranks=engine.ranks,
+        hostfile=engine.hostfile,
         custom=engine.source,
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
         repeat=tuple(repeated(plans).name for plans in judged),
@@ -234,6 +254,8 @@ def of_plans(
         dtype="float64",
         device="cpu",
         repeat=(),
+        ranks=0,
+        hostfile="",
     )
     jobs = zip(_LANES, (one, exact), strict=True)
     found = {name: Lane(job, engine.module, checkpoint) for name, job in jobs}

@@ -45,7 +45,7 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
     engine = find(requests[0])
     answers = ask(requests)
     plots.load_aside()
-    with follow(engine, answers, requests[0].device) as runs:
+    with follow(engine, answers) as runs:
         yield runs
 
 
