@@ -30,9 +30,12 @@ from synthetic import (
 )
 
 from mlxkv.commands.locate import place as locating
+from mlxkv.commands.locate.patterns import growing
+from mlxkv.commands.selftest import faults
 from mlxkv.commands.selftest.faults import FAULTS, Fault, Place, applies
 from mlxkv.engines import oracle, port
 from mlxkv.judge import cause
+from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.result import Verdict
 from mlxkv.judge.verdict import judge
@@ -368,19 +371,16 @@ def test_rows_wrong_from_a_position_on_are_named_by_it(sampled: Made) -> None:
     assert f"or their logits (wrong from position {first} on)" in (found.hint or ""), found.hint
 
 
-@pytest.mark.parametrize(("slope", "grows"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize(("steep_to", "grows"), [(64, False), (N - 1, True)])
 def test_an_error_that_grows_does_so_over_positions_and_not_over_rows(
-    slope: float, grows: bool
+    steep_to: int, grows: bool
 ) -> None:
-    from mlxkv.commands.locate.patterns import growing
-
+    """Half of the rows are those of the first 64 positions."""
     case = synthetic()
     runs = make_candidates(case)
-    at = runs["full"].positions
+    size = np.interp(runs["full"].positions, [0, steep_to, N], [0.01, 1.0, 1.3])
 
-    # Large at the first positions, which hold half of the rows of the sample.
     def off(logits: Any) -> Any:
-        size = slope * at / N if slope else np.where(at < 50, 1.0, 0.5)
         rng = np.random.default_rng(6)
         return logits + (size[:, None] * rng.standard_normal(logits.shape)).astype(np.float32)
 
@@ -424,9 +424,6 @@ def test_a_folder_with_a_sample_cannot_show_all_rows(sampled: Made, tmp_path: Pa
 
 
 def test_a_trace_with_another_folder_s_rows_is_refused(sampled: Made, tmp_path: Path) -> None:
-    from mlxkv.judge.admission import by_plan
-    from oracle.formats.errors import Refusal
-
     whole = replace(sampled.plans["full"], rows=(0, 1, 2))
     with pytest.raises(Refusal, match="its rows are a sample: give a folder with that probe"):
         by_plan(sampled.case.manifest, [port.run(sampled.model, whole)])
@@ -436,8 +433,6 @@ def test_a_trace_with_another_folder_s_rows_is_refused(sampled: Made, tmp_path: 
 
 
 def _wrong_from(first: int, plant: str) -> Any:
-    from mlxkv.commands.selftest import faults
-
     def window(mask: mx.array, at: mx.array, columns: mx.array) -> mx.array:
         return mx.where(columns <= at - first, 1, mask)
 
