@@ -43,6 +43,7 @@ from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
 from mlxkv.report import page, phrases, terminal
 from oracle.formats import rows
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.formats.run_folder import Inputs, inputs_digest, read_plans
 from oracle.formats.trace import Trace
