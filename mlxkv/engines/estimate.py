@@ -46,10 +46,11 @@ def disk_of(job: Job, checkpoint: Checkpoint) -> int:
 
 
 def _trace(plan: Plan, checkpoint: Checkpoint, dtype: str) -> int:
-    """A trace's logits, and the keys and values that its caches hold in the end."""
+    """A trace's logits, the keys and values that its caches hold in the end, and its header."""
     rows = sum(len(plan.kept(feed)) * len(feed.batch) for feed in plan.calls())
     numbers = rows * checkpoint.vocab_size + plan.longest * _cache_width(checkpoint)
-    return numbers * (8 if dtype == "float64" else 4)
+    header = 2**16 + 1536 * len(plan.steps)
+    return header + numbers * (8 if dtype == "float64" else 4)
 
 
 def _cache_width(checkpoint: Checkpoint) -> int:
