@@ -9,7 +9,7 @@ states of all calls. Axes as in `mlxkv.port.llama`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from mlxkv.engines.job import Job
 from mlxkv.engines.port import Begun, PortRunner, facts
 from mlxkv.engines.progress import bar
-from mlxkv.engines.runner import Array, Batch, put, runs_of
+from mlxkv.engines.runner import Array, Batch, Run, put, runs_of
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, Layer
 from mlxkv.port.llama import Block, Llama
@@ -31,6 +31,12 @@ from oracle.formats.trace import CACHES, Meta, writer
 
 HEAD = 2**20
 """Numbers of the head that are in float64 at once, 8 MB."""
+STATES = 2**27
+"""Numbers of hidden states that are kept between two layers, 1 GB; plans that have more in all are
+followed in groups, each of which has the weights converted once more."""
+TRACES = 200
+"""Traces that are written at once. Each has two mapped arrays a layer, and Linux allows a process
+65,530 maps."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -54,13 +60,13 @@ class Pass:
     cache: Cache
     start: int
     ids: tuple[int, ...]
-    places: Sequence[int]
+    places: tuple[int, ...]
     of: Pass | None = None
     serves: bool = False
     rows: slice = field(default_factory=lambda: slice(0))
-    hidden: mx.array | None = None
+    hidden: Any = None
     layer: Layer = field(default_factory=Layer)
-    logits: mx.array | None = None
+    logits: Any = None
 
 
 class BegunPass(Begun):
@@ -91,7 +97,7 @@ class Walk(PortRunner):
             if cache.use_kv_cache:
                 cache.restore((Layer(None, start + n),) * len(cache.layers))
         made = Pass(cache, start, rows[0], tuple(places))
-        if self.first is not None and fresh:
+        if self.first is not None and fresh and cache.use_kv_cache:
             self._begin(made, self.first)
         self.passes.append(made)
         width = self.model.config.vocab_size
@@ -109,6 +115,7 @@ class Walk(PortRunner):
     def shapes(self) -> Shapes:
         """Of the trace's arrays, once the steps are known."""
         c, numbers = self.model.config, self.numbers()
+        found: dict[str, tuple[type, tuple[int, ...]]]
         found = {"logits": (np.float64, (len(numbers["steps"]), c.vocab_size))}
         found |= {name: (np.int32, array.shape) for name, array in numbers.items()}
         for name, cache in self.caches.items():
@@ -154,7 +161,6 @@ class Walk(PortRunner):
         """What enters the head, for the rows that are kept."""
         for made in self.passes:
             if made.of is None:
-                assert made.hidden is not None
                 whole = len(made.places) == len(made.ids)
                 kept = slice(None) if whole else mx.array(made.places, mx.int32)
                 made.hidden = model.norm(made.hidden[:, kept]) if made.places else None
@@ -181,14 +187,44 @@ class Walk(PortRunner):
 
 def follow(job: Job, filling: Filling, meta: Meta, label: str) -> None:
     """Writes the traces of all the job's plans, and the seconds spent in forward calls."""
-    model, begun = filling.model, BegunPass()
-    layers = len(model.layers)
-    with ops.stream(mx.float64), ExitStack() as stack, bar(label, layers + 1) as advance:
+    groups = groups_of(job, filling.model.config.hidden_size)
+    total, seconds = len(groups) * (len(filling.model.layers) + 1), 0.0
+    with ops.stream(mx.float64), bar(label, total) as advance:
         filling.fill("model.norm.")
-        walks: list[tuple[Walk, Meta, Writer]] = []
-        for plan, path, repeat in runs_of(job):
-            shared = begun if plan.name in job.shared else None
-            walk = Walk(model, plan, begun=shared).run()
+        for group in groups:
+            begun = BegunPass()
+            given = [(run, begun if run[0].name in job.shared else None) for run in group]
+            seconds += _follow(given, filling, meta, advance)
+    job.write_seconds(seconds)
+
+
+def groups_of(job: Job, width: int) -> list[list[Run]]:
+    """The job's runs, as many at once as STATES and TRACES allow, with hidden states (n, width)."""
+    runs = sorted(runs_of(job), key=lambda run: run[0].name not in job.shared)
+    groups: list[list[Run]] = []
+    numbers = 0
+    for run in runs:
+        own = width * sum(call.fed for call in run[0].calls())
+        if not groups or numbers + own > STATES or len(groups[-1]) == TRACES:
+            groups.append([])
+            numbers = 0
+        groups[-1].append(run)
+        numbers += own
+    return groups
+
+
+def _follow(
+    runs: Sequence[tuple[Run, BegunPass | None]],
+    filling: Filling,
+    meta: Meta,
+    advance: Callable[[int], None],
+) -> float:
+    """Follows some runs through all layers; the seconds spent in forward calls."""
+    model = filling.model
+    walks: list[tuple[Walk, Meta, Writer]] = []
+    with ExitStack() as stack:
+        for (plan, path, repeat), begun in runs:
+            walk = Walk(model, plan, begun=begun).run()
             made = replace(meta, plan=plan, outcomes=walk.outcomes, repeat=repeat)
             out = stack.enter_context(writer(path, made, walk.shapes()))
             walk.begin(filling)
@@ -204,7 +240,7 @@ def follow(job: Job, filling: Filling, meta: Meta, label: str) -> None:
             said = dict(made.environment) | walk.says()
             out.finish(replace(made, environment=said).to_json())
         advance(1)
-    job.write_seconds(sum(walk.seconds for walk, _, _ in walks))
+    return sum(walk.seconds for walk, _, _ in walks)
 
 
 def _head(filling: Filling, walks: Sequence[tuple[Walk, Meta, Writer]]) -> None:

@@ -47,6 +47,8 @@ from oracle.formats.trace import Meta, Outcome, writer
 Array = npt.NDArray[Any]
 Batch = tuple[tuple[int, ...], ...]
 """The tokens of a call, row by row, all of one length."""
+Run = tuple[Plan, Path, int]
+"""A plan to follow, where its trace goes, and how often it was followed before."""
 
 
 @contextmanager
@@ -327,10 +329,8 @@ class PlanRunner(ABC):
         return chosen
 
 
-def runs_of(job: Job) -> list[tuple[Plan, Path, int]]:
-    """The job's plans, then those that are to be repeated: with each one's trace, and how often it
-    was followed before.
-    """
+def runs_of(job: Job) -> list[Run]:
+    """The job's plans, then those that are to be repeated."""
     runs = [(plan, job.trace(plan), 0) for plan in job.plans]
     return runs + [(plan, job.repeated(plan), 1) for plan in job.plans if plan.name in job.repeat]
 

@@ -40,11 +40,10 @@ the layer's output, is used: it goes on in that array's place."""
 QUERIES = 256
 """Queries whose scores are held at once, where they are no more than SCORES."""
 SCORES = 2**22
-"""Scores of all heads that are held at once. In float64 they are 32 MB, up to which glibc keeps
-memory and needs no new pages for the next block."""
-AHEAD = 4 * SCORES
-"""Scores of a call beyond which each block is computed before the next is begun. MLX on a CPU makes
-room for a hundred operations ahead: over 4,096 tokens, 9 heads took 991 MB so, and take 195 MB."""
+"""Scores of all heads that are held at once, 32 MB in float64, up to which glibc keeps memory and
+needs no new pages for the next block. A call that has more computes each block before it begins the
+next: MLX on a CPU makes room for a hundred operations ahead, which over 4,096 tokens and 9 heads
+took 991 MB, and takes 195 MB so."""
 ROWS = 1024
 """Positions that go through an MLP at once: 8,192 wide over 32,768 tokens each array in it would
 take 1 GB."""
@@ -302,7 +301,7 @@ def blockwise(
         seen = S - L + last
         given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
         blocks.append(ops.attention(*given, hidden=hidden[first:last, :seen], **options))
-        if B * H * L * S > AHEAD:
+        if B * H * L * S > SCORES:
             mx.eval(blocks[-1])
     return mx.concatenate(blocks, axis=2)
 

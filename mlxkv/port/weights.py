@@ -172,7 +172,7 @@ class _Stored:
         tensor = self.checkpoint.tensors[name]
         kind = _NUMPY[tensor.dtype]
         with disk.reading(tensor.file, "check the file"):
-            mapped = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
+            mapped: npt.NDArray[Any] = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
         axis = axis_of(name, mapped.ndim)
         if self.part is not None and axis is not None:
             mine = self.part.of(mapped.shape[axis])

@@ -197,6 +197,18 @@ def test_a_first_call_that_two_plans_share_is_computed_once(
         np.testing.assert_allclose(trace.arrays[name], array, rtol=0, atol=1e-12)
 
 
+def test_plans_that_are_too_many_at_once_go_in_groups(
+    job_of: JobOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.save(tmp_path / "model", models.config("gqa"))
+    job = job_of(folder, judged(TOKENS), shared=("step", "mixed"))
+    monkeypatch.setattr(exact, "STATES", 32 * 2 * 24)
+    groups = [[run[0].name for run in group] for group in exact.groups_of(job, 32)]
+    assert groups == [["step", "mixed"], ["full"], ["prefixes"], ["chunked"]]
+
+    require_same(job)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
