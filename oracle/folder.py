@@ -332,7 +332,9 @@ def _sample(full: plans.Plan, m: Manifest) -> list[str]:
     if isinstance(full.rows, str):
         return []
     n = len(m.tokens)
-    return [f"rows         {len(full.rows):,} of {n:,} of logits; keys and values of every position"]
+    return [
+        f"rows         {len(full.rows):,} of {n:,} of logits; keys and values of every position"
+    ]
 
 
 def _to_copy(m: Manifest, folder: Path, size: int) -> list[str]:
