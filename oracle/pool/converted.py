@@ -87,7 +87,7 @@ def path_of(checkpoint: Checkpoint, dtype: str) -> Path:
 def _kept(
     weights: Weights, odd: Mapping[str, tuple[int, ...]], size: int, progress: Progress
 ) -> Path | None:
-    """The file, made if it is missing or damaged; None where there is memory but no room on disk."""
+    """The file, made if it is missing or damaged; None where only memory has room for it."""
     path = path_of(weights.checkpoint, weights.dtype)
     if path.exists() and _whole(path, weights, odd):
         return path
@@ -132,7 +132,7 @@ def _write(
             progress(f"converting weights to {weights.dtype}, once", i, len(odd))
             for rows in row_blocks(shape[0], math.prod(shape[1:])):
                 piece = _converted(weights, name, rows).contiguous()
-                file.write(memoryview(piece.view(torch.uint8).numpy()).cast("B"))
+                file.write(piece.view(torch.uint8).numpy().data)
 
 
 def _converted(weights: Weights, name: str, rows: Rows) -> Tensor:

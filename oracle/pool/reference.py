@@ -136,6 +136,7 @@ class Reference:
             outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
         self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
+        sums = "sequential" if in_order else attention
         says = {} if cache is None else {"cache": str(cache), CACHES: run.says()}
         meta = Meta(
             plan=plan,
@@ -146,7 +147,7 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | {"attention": "sequential" if in_order else attention} | says,
+            environment=environment() | {"attention": sums} | says,
             no_cache=lacks,
         )
         return Trace(meta, arrays)
@@ -187,12 +188,13 @@ class Reference:
             if name in self.checkpoint.packed:
                 parameters[id(parameter)] = name
 
-        def wide(tensor: Tensor, rows: Rows | None) -> Tensor:
+        def wide(tensor: Tensor, rows: Rows | None = None, out: Tensor | None = None) -> Tensor:
             # It is called within the model's call, whose float32 may mean float64.
             with torch._C.DisableTorchFunction():
                 if id(tensor) in parameters:
-                    return weights(parameters[id(tensor)], rows=rows)
-                return (tensor if rows is None else tensor[rows]).double()
+                    return weights(parameters[id(tensor)], rows=rows, out=out)
+                stored = tensor if rows is None else tensor[rows]
+                return stored.double() if out is None else out[: len(stored)].copy_(stored)
 
         return wide
 

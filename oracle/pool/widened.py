@@ -8,9 +8,9 @@ widened for the whole call. So float64 takes no more memory than the largest lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,16 @@ from torch.nn.functional import linear
 
 from oracle.truth.weights import HEAD_BLOCK, Rows, row_blocks
 
-Wide = Callable[[Tensor, Rows | None], Tensor]
-"""A tensor of a model, or only some of its rows, in float64."""
+
+class Wide(Protocol):
+    """Makes a tensor of a model, or only some of its rows, float64.
+
+    `out` may be written into: what it held is no longer needed.
+    """
+
+    def __call__(
+        self, tensor: Tensor, rows: Rows | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 @contextmanager
@@ -32,9 +40,10 @@ def widened(model: Any, tokens: Tensor, wide: Wide) -> Iterator[None]:
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     layers = decoder_layers(model)
+    room: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_when_reached(layer, wide))
+            stack.enter_context(_when_reached(layer, wide, room))
         later = {id(part) for layer in layers for part in layer.modules()}
         if type(head) is Linear:
             later.add(id(head))
@@ -42,8 +51,8 @@ def widened(model: Any, tokens: Tensor, wide: Wide) -> Iterator[None]:
         if isinstance(embedding, Embedding):
             later.add(id(embedding))
             stack.enter_context(_rows_of(embedding, tokens, wide))
-        rest = [part for part in model.modules() if id(part) not in later]
-        stack.enter_context(_all_of(rest, wide))
+        rest = [(name, part) for name, part in model.named_modules() if id(part) not in later]
+        stack.enter_context(_all_of(rest, wide, {}))
         yield
 
 
@@ -55,28 +64,37 @@ def decoder_layers(model: Any) -> list[Module]:
 
 
 @contextmanager
-def _all_of(parts: Iterable[Module], wide: Wide) -> Iterator[None]:
-    """The parameters and buffers of these modules are float64; then the same objects as before."""
-    kept = [(held, dict(held)) for part in parts for held in (part._parameters, part._buffers)]
+def _all_of(
+    parts: Iterable[tuple[str, Module]], wide: Wide, room: dict[str, Tensor]
+) -> Iterator[None]:
+    """The parameters and buffers of these modules are float64; then the same objects as before.
+
+    `room` keeps the float64 tensors by their names within the layer, for the next layer.
+    """
+    kept: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (name, held, dict(held)) for name, p in parts for held in (p._parameters, p._buffers)
+    ]
     try:
-        for held, before in kept:
+        for part, held, before in kept:
             for name, tensor in before.items():
                 if tensor is not None and tensor.is_floating_point():
-                    held[name] = wide(tensor, None)
+                    old = room.get(key := f"{part}.{name}")
+                    fits = old is not None and old.shape == tensor.shape
+                    held[name] = room[key] = wide(tensor, out=old if fits else None)
         yield
     finally:
-        for held, before in kept:
+        for _, held, before in kept:
             held.clear()
             held.update(before)
 
 
 @contextmanager
-def _when_reached(layer: Module, wide: Wide) -> Iterator[None]:
+def _when_reached(layer: Module, wide: Wide, room: dict[str, Tensor]) -> Iterator[None]:
     """The layer is widened whenever it is called, for the length of the call."""
     with ExitStack() as call:
 
         def before(*_: Any) -> None:
-            call.enter_context(_all_of(list(layer.modules()), wide))
+            call.enter_context(_all_of(layer.named_modules(), wide, room))
 
         def after(*_: Any) -> None:
             call.close()
@@ -96,12 +114,15 @@ def _rows_of(embedding: Embedding, tokens: Tensor, wide: Wide) -> Iterator[None]
     numpy's zeros are pages that the system has not handed out yet. The module may multiply what it
     looks up in its weights' dtype, so it must find all of the table in float64.
     """
-    weight = embedding.weight
+    weight, ids = embedding.weight, torch.unique(tokens)
     table = torch.from_numpy(np.zeros(tuple(weight.shape)))
-    ids = tokens.unique()
     table[ids] = wide(weight, ids)
-    with _all_of([embedding], lambda tensor, _: table if tensor is weight else wide(tensor, None)):
+    held: dict[str, Any] = embedding._parameters
+    held["weight"] = table
+    try:
         yield
+    finally:
+        held["weight"] = weight
 
 
 @contextmanager
@@ -110,14 +131,15 @@ def _in_blocks(head: Linear, wide: Wide) -> Iterator[None]:
     weight, bias = head.weight, head.bias
 
     def forward(x: Tensor) -> Tensor:
-        parts = [
-            linear(x, wide(weight, rows), None if bias is None else wide(bias, rows))
-            for rows in row_blocks(*weight.shape, HEAD_BLOCK)
-        ]
+        parts, room = [], None
+        for rows in row_blocks(len(weight), weight.shape[1], HEAD_BLOCK):
+            block = wide(weight, rows, room)
+            room = block if room is None else room
+            parts.append(linear(x, block, None if bias is None else wide(bias, rows)))
         return torch.cat(parts, dim=-1)
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.__dict__["forward"] = forward
     try:
         yield
     finally:
-        del head.forward
+        del head.__dict__["forward"]

@@ -12,7 +12,8 @@ MLP's width, V vocabulary.
 The sequence is followed in several ways at once (whole, in chunks, token by token), each with a
 cache of its own in every layer. That they agree is the truth's first proof of itself. What a layer
 does to each position by itself, but for RoPE, is computed for all segments of a way together, and
-for some thousand positions at once where there are more. This module knows no plan, no noise and no port.
+for some thousand positions at once where there are more. This module knows no plan, no noise and no
+port.
 """
 
 from __future__ import annotations
@@ -83,9 +84,11 @@ def follow(
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
     tables = tables or rope_tables(config, n)
 
+    room: dict[str, Tensor] = {}
+
     def through(i: int) -> None:
-        """All ways through one layer, whose weights go before the next one's are read."""
-        given = config, weights.layer(config, i), tables
+        """All ways through one layer, whose weights are written over those of the one before."""
+        given = config, weights.layer(config, i, into=room), tables
         seen: dict[str, Any] = dict.fromkeys(taps)
         whole = (first.maker or Layer)(*given).run(first, seen)
         if sink:
@@ -246,8 +249,7 @@ def _broadcast(x: Tensor, matrix: Tensor) -> Tensor:
 
 def _folded(x: Tensor, matrix: Tensor) -> Tensor:
     """The same without the copies; torch adds it up in another order where there are few rows."""
-    K, G, rows, _ = x.shape
-    return (x.flatten(1, 2) @ matrix).unflatten(1, (G, rows))
+    return (x.flatten(1, 2) @ matrix).view(*x.shape[:3], -1)
 
 
 def hides(start: int, rows: int, columns: int) -> Tensor:

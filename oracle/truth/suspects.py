@@ -242,9 +242,11 @@ def _arrays(weights: Weights, rows: Rows, right: Trace, progress: Progress) -> d
     for (change,), at in rows.alike(EMBEDDING):
         stream.hidden[at] = _changed(change, EMBEDDING, embedded).repeat(len(at) // n, 1)
     cache = []
+    room: dict[str, Tensor] = {}
     for i in range(config.n_layers):
         progress("usual suspects (float64), layers", i, config.n_layers)
-        made = _Layer(rows, f"model.layers.{i}.", weights.layer(config, i)).run(stream, {})
+        layer = weights.layer(config, i, into=room)
+        made = _Layer(rows, f"model.layers.{i}.", layer).run(stream, {})
         both = zip(made, right.kv("a", i) or (), strict=True)
         cache.append([_apart(mine, its, n) for mine, its in both])
     hidden = rows.norm(stream.hidden, NORM, weights(NORM))
