@@ -18,6 +18,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make(tmp_path_factory.mktemp("model") / "gqa")
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which nothing was measured yet."""
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+
+
 def written(folder: Path, model: Path, *asked: One) -> Path:
     path = folder / "questions.json"
     questions.write(path, Asked(str(model), "float32", 2, asked))
