@@ -1,26 +1,28 @@
 """A question's answer: the transformers pool, the truth with its proofs, and the measures.
 
-For a neighbour of Llama there is no truth, and the pool's mean stands in its place. One set of
-weights is in memory at a time: transformers' in the run's dtype, the same widened to float64, then
-the truth's, a layer at a time. Nothing that is not finite is written as good.
+For a neighbour of Llama there is no truth, and the pool's mean stands in its place. One model of
+transformers' answers any number of questions, one after another: each is measured, written and let
+go before the next begins. Float64 weights, transformers' and the truth's, are in memory a layer at
+a time. Nothing that is not finite is written as good.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from oracle.formats import disk, run_folder, trace
+from oracle.formats import disk, rows, run_folder, trace
+from oracle.formats.contents import kinds_of
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
-from oracle.formats.run_folder import FLOORS, MEAN, TRUTH, Manifest
+from oracle.formats.run_folder import FLOORS, MEAN, SEQUENTIAL, TRUTH, Manifest, write_manifest
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Outcome, Trace
 from oracle.model import packing
@@ -34,16 +36,18 @@ from oracle.truth.weights import Weights
 
 PROOF_POSITIONS = 32
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What transformers computed: the greedy tokens, the judged plans and each member's trace."""
+    """What transformers computed: the greedy tokens, the judged plans and each member's trace.
+
+    `kinds` are the kinds of attention, the references' last.
+    """
 
     generated: list[int]
     plans: dict[str, Plan]
     members: dict[str, Trace]
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,6 @@ class _Pool(_Runs):
     too far. `environment` is what the numbers depend on.
     """
 
-    kinds: tuple[str, ...]
     double: Array
     parts: float
     widest: int
@@ -72,53 +75,44 @@ def write(
     progress: Progress = silent,
     note: Note = silent,
 ) -> dict[Path, Manifest]:
-    """Answers questions about one model, each into a folder: everything but the manifests.
+    """Answers questions about one model, each into a folder, one after another.
 
     Returns the manifests. A probe that cannot be measured is left out beside another question.
     """
-    reference.set_up(next(iter(asked.values())).threads)
-    pools = _run_pools(asked, progress, note)
-
-    def measured(folder: Path) -> Manifest:
-        return _measured(asked[folder], folder, pools[folder], keep_pool, progress)
-
-    return _each(pools, asked, measured, note)
-
-
-def _each(
-    folders: Iterable[Path],
-    asked: Mapping[Path, Question],
-    do: Callable[[Path], _T],
-    note: Note,
-) -> dict[Path, _T]:
-    """What is done for each folder, without that of a probe beside another if it is refused."""
-    made = {}
-    for folder in folders:
+    model, made = loaded(next(iter(asked.values())), progress), {}
+    for folder, question in asked.items():
         try:
-            made[folder] = do(folder)
+            made[folder] = one(question, folder, model, keep_pool=keep_pool, progress=progress)
         except Refusal as error:
-            if not asked[folder].probe or len(asked) == 1:
+            if not question.probe or len(asked) == 1:
                 raise
             shutil.rmtree(folder)
             note(f"warning: no probe, as it cannot be measured: {error}")
     return made
 
 
-def _run_pools(asked: Mapping[Path, Question], progress: Progress, note: Note) -> dict[Path, _Pool]:
-    """The pool of each question. transformers' weights go when this returns."""
-    first = next(iter(asked.values()))
+def loaded(question: Question, progress: Progress = silent) -> Reference:
+    """transformers' model for this question, and for any other about the same checkpoint."""
+    reference.set_up(question.threads)
     progress("loading the weights into transformers", 0, 1)
-    model = Reference(first.checkpoint, dtype=first.dtype)
+    return Reference(question.checkpoint, dtype=question.dtype, progress=progress)
 
-    def run(folder: Path) -> _Runs:
-        return _run(asked[folder], model, folder, progress)
 
-    def proved(folder: Path) -> _Pool:
-        progress("transformers in float64", 0, 1)
-        return _proved(asked[folder], model, runs[folder])
-
-    runs = _each(asked, asked, run, note)
-    return _each(runs, asked, proved, note)  # Once it is widened, the model runs nothing else.
+def one(
+    question: Question,
+    folder: Path,
+    model: Reference,
+    *,
+    keep_pool: bool = False,
+    progress: Progress = silent,
+) -> Manifest:
+    """Answers a question into a folder, its manifest last; `model` is as it was afterwards."""
+    runs = _run(question, model, folder, progress)
+    progress("transformers in float64", 0, 1)
+    pool = _proved(question, model, runs)
+    manifest = _measured(question, folder, pool, keep_pool, progress)
+    write_manifest(folder, manifest)
+    return manifest
 
 
 def _measured(
@@ -140,7 +134,7 @@ def _measured(
     )
     step, full = (pool.members[f"{kind}-{plan}"].logits for plan in (cached, "full"))
     proofs[f"reference_{cached}_full_max"] = max(
-        float(np.abs(step[rows] - full[rows]).max()) for rows in errors.blocks(full)
+        float(np.abs(step[some] - full[some]).max()) for some in errors.blocks(full)
     )
     most = proofs["truth_max" if "truth_max" in proofs else "mean_max"]
     proofs["float32_parts"] = pool.parts / most
@@ -154,32 +148,54 @@ def _run(question: Question, model: Reference, folder: Path, progress: Progress)
     """Runs the pool. Its traces go to files."""
     dtype, whose = question.dtype, "the probe" if question.probe else "pool"
     folder.mkdir(exist_ok=True)
-    greedy = _greedy(question, model, progress)
+    kinds = kinds_of(question.length, model.kinds)
+    own = kinds[-1]
+    greedy = _greedy(question, model, own, progress)
     generated = (greedy.meta.outcomes[-1].tokens or []) if greedy else []
     plans = question.plans(generated)
-    members = {}
-    names = question.members(plans, model.kinds)
+    members: dict[str, Trace] = {}
+    names = question.members(plans, kinds)
     for i, name in enumerate(names):
         progress(f"transformers {whose} ({dtype}): {name}", i, len(names))
         kind, plan = name.split("-")
-        if greedy is not None and name == f"{model.kinds[-1]}-step":
+        if greedy is not None and name == f"{own}-step" and plans[plan].rows == "all":
             made = _by_steps(greedy, plans[plan])
+        elif name == SEQUENTIAL:
+            made = _whole(model.run(plans[plan], attention=own, in_order=True))
         else:
-            made = _whole(model.run(plans[plan], attention=kind))
+            made = _again(members, kind, plans[plan]) or _whole(
+                model.run(plans[plan], attention=kind)
+            )
         # The runs of the last kind are the references, which stay.
-        stem = f"reference-{plan}" if kind == model.kinds[-1] else f"pool-{name}"
+        stem = f"reference-{plan}" if kind == own else f"pool-{name}"
         path = folder / f"{stem}.safetensors"
         trace.write(path, made.meta, made.arrays)
         members[name] = trace.read(path)
-    return _Runs(generated, plans, members)
+    return _Runs(generated, plans, members, kinds)
+
+
+def _again(members: Mapping[str, Trace], kind: str, plan: Plan) -> Trace | None:
+    """The run of another plan whose calls are the same, as that of this one."""
+    for name, found in members.items():
+        its = found.meta.plan
+        if name.split("-")[0] == kind and (its.steps, its.rows) == (plan.steps, plan.rows):
+            return replace(found, meta=replace(found.meta, plan=plan))
+    return None
 
 
 def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     """The pool without kinds of attention that are too far from the class's own."""
     tokens = _proof_tokens(question, runs.generated)
     double, apart = _doubles(question, model, tokens)
-    held = {name.split("-")[0] for name in runs.members}
-    kinds = tuple(kind for kind in model.kinds if kind in held and kind not in apart)
+    kinds = tuple(
+        kind
+        for kind in runs.kinds
+        if kind not in apart and any(name.startswith(f"{kind}-") for name in runs.members)
+    )
+    if not kinds:
+        what = f"{', '.join(apart)} differs from its own attention in float64, and that"
+        what = f"{what} takes no more than {rows.WHOLE} tokens"
+        raise Refusal(what, where="transformers pool", remedy="give fewer tokens")
     rough = model.double(tokens, rows=PROOF_POSITIONS, attention=kinds[0], exact=False)
     members = {name: made for name, made in runs.members.items() if name.split("-")[0] not in apart}
     return _Pool(
@@ -195,13 +211,20 @@ def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
     )
 
 
-def _greedy(question: Question, model: Reference, progress: Progress) -> Trace | None:
-    """The run that chooses the greedy tokens, with all its rows; None where none are asked for."""
+def _greedy(
+    question: Question, model: Reference, attention: str, progress: Progress
+) -> Trace | None:
+    """The run that chooses the greedy tokens; None where none are asked for.
+
+    It has all rows, as the step plan's run, but where that plan keeps a sample.
+    """
     if not question.steps:
         return None
     progress("greedy tokens", 0, 1)
     steps = New("a"), Greedy("a", question.tokens, 0, question.steps)
-    return _whole(model.run(Plan("greedy", steps), attention=model.kinds[-1]))
+    whole = question.all_rows or question.length <= rows.WHOLE
+    plan = Plan("greedy", steps, "all" if whole else "last")
+    return _whole(model.run(plan, attention=attention))
 
 
 def _by_steps(greedy: Trace, plan: Plan) -> Trace:
@@ -300,6 +323,7 @@ def _manifest(
         tokens=sequence,
         original=config.original,
         probe=question.probe,
+        all_rows=question.all_rows,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},

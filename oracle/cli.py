@@ -79,6 +79,7 @@ def cli() -> None:
 @option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(whole))
 @_computed
 @option("--taps", "Places in a layer that the truth records.", type=Listed(str), default="hidden")
+@option("--all-rows", "Of over 1,024 tokens keep all rows of logits, not a sample.", is_flag=True)
 @option("--no-probe", "Leave the probe out.", is_flag=True)
 @option("--probe-out", "The probe's folder  [default: probe, in the other]", type=_PATH)
 @option("--keep-pool", "Keep the eager runs too.", is_flag=True)
@@ -128,6 +129,25 @@ def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed
     for line in folder.proofs(manifest):
         _note(line)
     click.echo(out)
+
+
+@cli.command()
+@click.argument("asked", type=_PATH, metavar="FILE.json")
+@option("--dry-run", "Print what they would take, as JSON, and compute nothing.", is_flag=True)
+def many(asked: Path, dry_run: bool) -> None:
+    """Make a run folder for each question in a file, in one process.
+
+    The file is JSON, `mlxkv-questions/1`, as mlxkv itself writes it. A folder is there as soon as
+    it is finished, and replaces one that an earlier run left.
+    """
+    from oracle import many as questions
+
+    if dry_run:
+        click.echo(questions.estimate(asked))
+        return
+    with _computing() as progress:
+        for out in questions.answer(asked, progress=progress, note=_note):
+            click.echo(out)
 
 
 @cli.command()

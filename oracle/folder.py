@@ -8,7 +8,7 @@ torch is imported only while a folder is being made.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
@@ -22,6 +22,7 @@ from oracle.formats import proofs as proved
 from oracle.formats.cache_name import TRANSFORMERS, complete
 from oracle.formats.errors import Refusal, install
 from oracle.formats.progress import Note, Progress, silent
+from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import (
     FLOORS,
     MEAN,
@@ -32,7 +33,6 @@ from oracle.formats.run_folder import (
     probe_of,
     read_manifest,
     read_plans,
-    write_manifest,
 )
 from oracle.model.checkpoint import require_llama, resolve
 from oracle.pool import errors
@@ -85,6 +85,8 @@ def run(
             questions[apart] = question.probed()
         except Refusal as refusal:
             note(f"oracle: no probe, as {refusal.what}")
+    first, *others = questions.values()
+    note(first.estimate(*others))
     return _answered(questions, force=force, keep_pool=keep_pool, progress=progress, note=note)[out]
 
 
@@ -102,7 +104,61 @@ def probe(
     out = Path(out).absolute()
     place.check(out, ours=_OURS, force=force)
     question = ask(model, tokens=[0], steps=0, progress=progress, note=note, **computed).probed()
+    note(question.estimate())
     return _answered({out: question}, force=force, progress=progress, note=note)[out]
+
+
+def many(
+    questions: Mapping[Path, Question],
+    *,
+    force: bool = False,
+    progress: Progress = silent,
+    note: Note = silent,
+) -> Iterator[Path]:
+    """Makes a run folder for each question about one model, in one process.
+
+    Each folder's path comes as soon as the folder is there, whole: what is finished stays, whatever
+    becomes of the rest. A question that is refused is left out, and `note` says why; in the end one
+    Refusal speaks of all of them, unless it was a probe beside others.
+    """
+    require("torch", "transformers")
+    _check_one_model(questions)
+    progress("loading torch and transformers", 0, 1)
+    from oracle import answer
+
+    refused: list[Refusal] = []
+    several, model = sum(not one.probe for one in questions.values()) > 1, None
+    for out, question in questions.items():
+        model = model or answer.loaded(question, progress)
+        try:
+            place.check(out, ours=_OURS, force=force)
+            with place.whole(out, ours=_OURS, force=force) as folder:
+                answer.one(question, folder, model, progress=progress)
+        except Refusal as error:
+            if question.probe and len(questions) > 1:
+                note(f"warning: no probe, as it cannot be measured: {error}")
+                continue
+            if not several:
+                raise
+            note(f"warning: no answer on {question.named}: {error}")
+            refused.append(error)
+            continue
+        yield out
+    if refused:
+        first = refused[0]
+        what = f"{first.what} ({len(refused)} of {len(questions)} questions were refused)"
+        raise Refusal(what, where=first.where, remedy=first.remedy)
+
+
+def _check_one_model(questions: Mapping[Path, Question]) -> None:
+    """Refuses questions that one model of transformers cannot answer."""
+    asked = {
+        (q.checkpoint.fingerprint, q.checkpoint.config_digest, q.dtype, q.threads)
+        for q in questions.values()
+    }
+    if len(asked) != 1:
+        what = f"{len(asked)} kinds of model, dtype and threads, expected one"
+        raise Refusal(what, where="questions", remedy="ask about one at a time")
 
 
 def _answered(
@@ -114,8 +170,6 @@ def _answered(
     note: Note,
 ) -> dict[Path, Manifest]:
     """The manifests of the folders made, each whole or not there; the first one's is among them."""
-    first, *others = questions.values()
-    note(first.estimate(*others))
     with ExitStack() as stack:
         folders: dict[Path, Path] = {}
         for out in questions:
@@ -128,8 +182,6 @@ def _answered(
 
         asked = {folders[out]: question for out, question in questions.items()}
         made = answer.write(asked, keep_pool=keep_pool, progress=progress, note=note)
-        for folder, manifest in made.items():
-            write_manifest(folder, manifest)
     return {out: made[folder] for out, folder in folders.items() if folder in made}
 
 
@@ -245,6 +297,7 @@ def show(folder: Path | str) -> str:
         *_without_truth(m),
         f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, "
         f"and {after} after them",
+        *_sample(read_plans(folder, m)["full"], m),
         f"made with    torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['threads']} threads, {made['os']}",
         *(f"proof        {line}" for line in proofs(m)),
@@ -278,6 +331,16 @@ def _probe_lines(probe: Manifest) -> list[str]:
     return [f"{ids}, {probe.prompt_tokens} of them in the first call", *proofs(probe)]
 
 
+def _sample(full: plans.Plan, m: Manifest) -> list[str]:
+    """The line that says how many positions have a row of logits, if not all have."""
+    if isinstance(full.rows, str):
+        return []
+    n = len(m.tokens)
+    return [
+        f"rows         {len(full.rows):,} of {n:,} of logits; keys and values of every position"
+    ]
+
+
 def _to_copy(m: Manifest, folder: Path, size: int) -> list[str]:
     portable = m.source == "default" or m.note.split(",")[0] == "hub"
     command = f"mlxkv compare{'' if portable else ' MODEL'} --oracle {folder.name}"
@@ -302,7 +365,8 @@ def _without_truth(m: Manifest) -> list[str]:
 def proofs(manifest: Manifest) -> list[str]:
     """The two proofs of the truth, or of the mean in its place, one line each."""
     lines, most = [], "max |T|" if manifest.has_truth else "max |mean|"
-    *ways, last = [name for name in manifest.plans if name != "prefixes"]
+    apart = {"prefixes"} if len(manifest.tokens) <= WHOLE else {"prefixes", "step", "mixed"}
+    *ways, last = [name for name in manifest.plans if name not in apart]
     followed = f"{', '.join(ways)} and {last}" if ways else last
     odd = {name for name, _, _ in proved.failed(manifest)}
     for name, limit in proved.limits_of(manifest).items():

@@ -17,6 +17,7 @@ from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, judged_plans, probe_plans, probe_sizes, prompt_calls
 from oracle.formats.progress import Note, Progress, silent
+from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import Inputs, probe_inputs
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, resolve
@@ -29,7 +30,7 @@ _INFINITE = {"float32": 2.0**128 - 2.0**103, "float16": 65520.0, "bfloat16": 2.0
 
 # Measured on two x86-64 cores with SmolLM2: seconds of imports; weights that a call reads, and
 # operations that it does, a second (1.5e9 weights are 6 GB). In float64 half the operations.
-_IMPORTS, _WEIGHTS, _OPERATIONS = 8.0, 1.5e9, 1e11
+IMPORTS, _WEIGHTS, _OPERATIONS = 8.0, 1.5e9, 1e11
 
 
 class Computed(TypedDict, total=False):
@@ -50,6 +51,7 @@ class Asked(Computed, total=False):
     steps: int
     chunks: Sequence[int] | None
     taps: Sequence[str]
+    all_rows: bool
 
 
 class Making(Asked, total=False):
@@ -88,6 +90,7 @@ class Question(Inputs):
             prompt=self.prompt_tokens,
             chunks=chunks,
             original=self.config.original,
+            all_rows=self.all_rows,
         )
 
     def probed(self) -> Question:
@@ -140,23 +143,26 @@ class Question(Inputs):
 
     def members(self, plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
         """The pool that follows these plans, the probe's with the model's own attention only."""
-        return members_of(plans, kinds[-1:] if self.probe else kinds)
+        return members_of(plans, kinds[-1:] if self.probe else kinds, length=self.length)
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
         """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
 
         By steps is the prompt, then singles. In chunks is the prompt in chunks, then the rest as
         one more, which the chunked plan does not have: many queries over a long history.
-        The mixed plan as it is.
+        The mixed plan as it is. A long sequence, whose every way takes much time and memory, is
+        followed whole and as the chunked plan is, which has chunks and singles.
         """
         n, p = self.length, self.prompt_tokens
         if self.probe:
             return {name: [call.fed for call in plan.calls()] for name, plan in plans.items()}
         chunks = prompt_calls(plans["chunked"], n, p) if "chunked" in plans else [p]
         ways = {"full": [n], "step": [p] + [1] * (n - p), "chunked": [*chunks, n - p]}
-        ways["chunked"] = [size for size in ways["chunked"] if size]
-        if "mixed" in plans:
+        if n > WHOLE:
+            ways = {"full": [n], "chunked": [*chunks, *[1] * (n - p)]}
+        elif "mixed" in plans:
             ways["mixed"] = [call.fed for call in plans["mixed"].calls()]
+        ways["chunked"] = [size for size in ways["chunked"] if size]
         return {name: sizes for name, sizes in ways.items() if name == "full" or len(sizes) > 1}
 
     @property
@@ -169,16 +175,19 @@ class Question(Inputs):
     def estimate(self, *others: Question) -> str:
         """One line: the sequences of this and other questions, and about what all will take."""
         asked = [self, *others]
-        seconds = rough(_IMPORTS + sum(one._seconds() for one in asked))
-        megabytes = rough(sum(one._bytes() for one in asked) / 1e6)
-        what = " and ".join(one._named() for one in asked)
+        seconds = rough(IMPORTS + sum(one.seconds() for one in asked))
+        megabytes = rough(sum(one.disk_bytes() for one in asked) / 1e6)
+        what = " and ".join(one.named for one in asked)
         return f"oracle: {what}, about {seconds} s and {megabytes} MB on disk"
 
-    def _named(self) -> str:
+    @property
+    def named(self) -> str:
+        """The sequence in words."""
         tokens = f"{self.length} token{'s' * (self.length != 1)}"
         return f"a probe of {tokens}" if self.probe else tokens
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """About how long the answer takes on two cores, without the imports."""
         size = sum(math.prod(shape) for shape in self.config.shapes().values())
         plans = self.plans([0] * self.steps)
         pool = [plans[name.split("-")[1]] for name in self.members(plans)]
@@ -187,7 +196,7 @@ class Question(Inputs):
         tokens = self.length * (len(pool) + 2 * len(ways)) + self.steps
         return size * (calls / _WEIGHTS + 2 * tokens / _OPERATIONS)
 
-    def _bytes(self) -> float:
+    def disk_bytes(self) -> float:
         """The truth in float64 with its taps, and the pool in float32."""
         c, n, tapped = self.config, self.length, 0
         if isinstance(c, Config):
@@ -210,6 +219,7 @@ def ask(
     dtype: str = "float32",
     threads: int | None = None,
     taps: Sequence[str] = ("hidden",),
+    all_rows: bool = False,
     revision: str | None = None,
     ignore_keys: Sequence[str] = (),
     progress: Progress = silent,
@@ -234,6 +244,7 @@ def ask(
         dtype=dtype,
         threads=threads or os.cpu_count() or 1,
         taps=taps,
+        all_rows=all_rows,
         tokenizer=tokenizer,
     )
     question.check()

@@ -14,16 +14,17 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxkv.engines import machine
 from mlxkv.engines.job import answer, decoded
-from mlxkv.engines.runner import Array, PlanRunner
+from mlxkv.engines.runner import PlanRunner
 from oracle.formats import strict_json
 from oracle.formats.errors import Refusal, one_line
+from oracle.formats.trace import Meta
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -49,7 +50,7 @@ class Ranks:
         return {"ranks": self.group.size(), "backend": "ring"}
 
     def runner(self, kind: type[R]) -> type[R]:
-        """A runner on all ranks; only rank 0's has arrays for a trace."""
+        """A runner on all ranks, of which rank 0's writes the trace."""
         ranks = self
 
         class OnRanks(kind):  # type: ignore[misc, valid-type]
@@ -60,24 +61,34 @@ class Ranks:
                 for name, i, *pair in super().kept():
                     yield name, i, *map(ranks.gathered, pair)
 
-            def arrays(self) -> dict[str, Array]:
-                found: dict[str, Array] = super().arrays()
+            def write(self, path: Path, meta: Meta) -> None:
                 ranks.require_same("tokens that they chose", str(self.outcomes))
-                return {} if ranks.rank else found
+                if ranks.rank == 0:
+                    super().write(path, meta)
+                else:
+                    ranks.compute(array for _, array in self.held_rows())
 
         return OnRanks
 
     def gathered(self, rows: mx.array) -> mx.array:
-        """Every rank's heads: [B, K / ranks, S, D] -> [B, K, S, D]"""
+        """Every rank's heads: [B, K / ranks, S, D] -> [B, K, S, D]
+
+        The ranks speak with one another when it is computed, which all must do in one order.
+        """
         import mlx.core as mx
 
         B, heads, S, D = rows.shape
         with mx.stream(mx.cpu):
             every = mx.distributed.all_gather(mx.contiguous(rows), group=self.group)
-            every = every.reshape(-1, B, heads, S, D).swapaxes(0, 1).reshape(B, -1, S, D)
-        # Now, since the ranks speak with one another in the order in which things are computed.
-        mx.eval(every)
-        return every
+            gathered: mx.array = every.reshape(-1, B, heads, S, D).swapaxes(0, 1)
+            return gathered.reshape(B, -1, S, D)
+
+    def compute(self, arrays: Iterable[mx.array]) -> None:
+        """One after the other, as rank 0 computes what it writes."""
+        import mlx.core as mx
+
+        for array in arrays:
+            mx.eval(array)
 
     def require_same(self, what: str, text: str) -> None:
         """A Refusal on every rank where one has another text than rank 0."""

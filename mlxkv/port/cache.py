@@ -7,9 +7,10 @@ of a group share them; the RoPE tables; and the causal masks. Axes as in `mlxkv.
 against what is held. `guarded=True`, the default, refuses, before anything is written, every call
 whose result would be silently wrong.
 
-No call evaluates anything. So that calls may wait for their evaluation by the thousand, each is
-made to depend on the one before it: MLX writes rows into a buffer where nobody else needs it any
-more, and would otherwise keep one copy per call for an attention that is still to be computed.
+No call of few tokens evaluates anything (see `llama.SCORES`). So that calls may wait for their
+evaluation by the thousand, each is made to depend on the one before it: MLX writes rows into a
+buffer where nobody else needs it any more, and would otherwise keep one copy per call for an
+attention that is still to be computed.
 """
 
 from __future__ import annotations

@@ -38,10 +38,15 @@ ModelTap = Callable[[int, str, mx.array], mx.array]
 the layer's output, is used: it goes on in that array's place."""
 
 QUERIES = 256
-"""Queries whose scores are held at once, where no more than SCORES of each head are."""
-SCORES = 2**21
-"""Scores of a head that are held at once. MLX makes up to ten arrays of their size ahead: with 9
-heads over 32,768 keys that would be 3 GB of float32 for 256 queries."""
+"""Queries whose scores are held at once, where they are no more than SCORES."""
+SCORES = 2**22
+"""Scores of all heads that are held at once, 32 MB in float64, up to which glibc keeps memory and
+needs no new pages for the next block. A call that has more computes each block before it begins the
+next: MLX on a CPU makes room for a hundred operations ahead, which over 4,096 tokens and 9 heads
+took 991 MB, and takes 195 MB so."""
+ROWS = 1024
+"""Positions that go through an MLP at once: 8,192 wide over 32,768 tokens each array in it would
+take 1 GB."""
 
 
 class RMSNorm(nn.Module):
@@ -115,6 +120,12 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
+        L = x.shape[1]
+        if tap is None and L > ROWS:
+            blocks = [self(x[:, i : i + ROWS]) for i in range(0, L, ROWS)]
+            for block in blocks:
+                mx.eval(block)
+            return mx.concatenate(blocks, axis=1)
         gate, up = self.gate_proj(x), self.up_proj(x)
         activation = ops.silu(gate) * up
         out = self.down_proj(activation)
@@ -279,8 +290,8 @@ def blockwise(
     No query of a block sees a key after the block's last one. So a long prompt costs little more
     than half the work, and its scores take a fraction of the memory.
     """
-    L, S = queries.shape[2], keys.shape[2]
-    most = min(QUERIES, max(1, SCORES // S))
+    (B, H, L, _), S = queries.shape, keys.shape[2]
+    most = min(QUERIES, max(1, SCORES // (B * H * S)))
     if hidden is None or most >= L:
         whole = hidden[:, :] if isinstance(hidden, Causal) else hidden
         return ops.attention(queries, keys, values, hidden=whole, **options)
@@ -290,6 +301,8 @@ def blockwise(
         seen = S - L + last
         given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
         blocks.append(ops.attention(*given, hidden=hidden[first:last, :seen], **options))
+        if B * H * L * S > SCORES:
+            mx.eval(blocks[-1])
     return mx.concatenate(blocks, axis=2)
 
 

@@ -37,6 +37,14 @@ class Part:
         each = n // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def place(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where this rank's rows or columns are in the whole tensor of this name."""
+        axis = axis_of(name, len(shape))
+        if axis is None:
+            return ()
+        mine = self.of(shape[axis])
+        return (slice(None),) * axis + (slice(mine.start, mine.stop),)
+
     def heads(self, n: int) -> str:
         """Which of `n` KV heads, counted from 0, in words."""
         mine = self.of(n)

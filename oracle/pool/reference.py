@@ -13,7 +13,8 @@ import copy
 import inspect
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ from oracle.formats.plan import (
     Trim,
     require,
 )
+from oracle.formats.progress import Progress, silent
 from oracle.formats.tensors import Array
 from oracle.formats.trace import CACHES, Meta, Outcome, Trace
 from oracle.model.checkpoint import Checkpoint, is_neighbour
-from oracle.pool import caches, neighbour_model, orders
-from oracle.truth.config import OLD_FREQUENCIES, checked, config_of, effective
-from oracle.truth.weights import DTYPES, Weights
+from oracle.pool import caches, converted, neighbour_model, orders, widened
+from oracle.truth.config import checked, config_of, effective
+from oracle.truth.weights import DTYPES, Rows, Weights
 
 _TAKEN = inspect.signature(LlamaForCausalLM.forward).parameters
 _CACHE = "cache" if "cache" in _TAKEN else "past_key_values"
@@ -96,9 +98,16 @@ class Reference:
     `oracle.formats.dither`, 0 for none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: str = "float32", dither: int = 0) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str = "float32",
+        dither: int = 0,
+        progress: Progress = silent,
+    ) -> None:
         self.checkpoint, self.dtype, self.widest = checkpoint, dtype, 0
-        self._model: Any = _built(checkpoint, dtype).eval()
+        self._model: Any = _built(checkpoint, dtype, progress).eval()
         if dither:
             _dither(self._model.get_input_embeddings().weight, dither)
         self.kinds: tuple[str, ...] = ("eager", "sdpa")
@@ -106,21 +115,28 @@ class Reference:
             self.kinds = neighbour_model.kinds(self._model)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, *, attention: str = "sdpa", cache: CacheName | None = None) -> Trace:
+    def run(
+        self,
+        plan: Plan,
+        *,
+        attention: str = "sdpa",
+        in_order: bool = False,
+        cache: CacheName | None = None,
+    ) -> Trace:
         """The plan's trace: logits (float32 whatever the dtype), and keys and values at the end.
 
         A step that fails leaves its error and no row; the next step goes on with what there is.
-        Where `attention` is "sequential", it is the class's own, and norms add up in order. If
-        `cache` is given, the trace names it, and has what the caches say of themselves.
+        Norms add up `in_order` if so asked. If `cache` is given, the trace names it, and has what
+        the caches say of themselves.
         """
-        in_order = attention == "sequential"
-        self._model.set_attn_implementation(self.kinds[-1] if in_order else attention)
+        self._model.set_attn_implementation(attention)
         run = _Run(self._model, plan, self.checkpoint.vocab_size, cache or _USUAL)
         order = orders.Sequential()
         with order if in_order else contextlib.nullcontext():
             outcomes = [run.follow(i, step) for i, step in enumerate(plan.steps)]
         self.widest = max(self.widest, order.widest)
         arrays, lacks = run.arrays()
+        sums = "sequential" if in_order else attention
         says = {} if cache is None else {"cache": str(cache), CACHES: run.says()}
         meta = Meta(
             plan=plan,
@@ -131,7 +147,7 @@ class Reference:
             fingerprint=self.checkpoint.fingerprint,
             config_digest=self.checkpoint.config_digest,
             outcomes=outcomes,
-            environment=environment() | {"attention": attention} | says,
+            environment=environment() | {"attention": sums} | says,
             no_cache=lacks,
         )
         return Trace(meta, arrays)
@@ -150,30 +166,59 @@ class Reference:
         The weights, already rounded to the dtype, are widened. Packed ones are unpacked once more,
         without rounding, since the truth's are exact. What the class computes in float32 whatever
         its weights are is float64 too if it is to be `exact`; of a neighbour all but RoPE's
-        frequencies. The model stays so: nothing else can be run on it afterwards.
+        frequencies. The model is as it was afterwards.
         """
         self._model.set_attn_implementation(attention)
-        self._model.double()
-        weights = Weights(self.checkpoint, dtype=self.dtype)
-        for name, parameter in self._model.named_parameters():
-            if name in self.checkpoint.packed:
-                parameter.copy_(weights(name))
         kept = torch.arange(min(len(tokens), rows or len(tokens)))
-        with orders.Float64() if exact else contextlib.nullcontext():
-            if exact and not is_neighbour(self.checkpoint):
-                inner = self._model.model
-                inner.rotary_emb = type(inner.rotary_emb)(self._model.config)
-            made = self._model(torch.tensor([tokens]), use_cache=False, logits_to_keep=kept)
+        given = torch.tensor([tokens])
+        with ExitStack() as stack:
+            if not is_neighbour(self.checkpoint):
+                stack.enter_context(_exact_frequencies(self._model))
+            stack.enter_context(widened.widened(self._model, given, self._wide()))
+            if exact:
+                stack.enter_context(orders.Float64())
+            made = self._model(given, use_cache=False, logits_to_keep=kept)
         logits: Array = made.logits[0].numpy()
         return logits
 
+    def _wide(self) -> widened.Wide:
+        """A parameter in float64: one that is stored packed as it was before it was rounded."""
+        weights, parameters = Weights(self.checkpoint, dtype=self.dtype), dict[int, str]()
+        for name, parameter in self._model.named_parameters():
+            if name in self.checkpoint.packed:
+                parameters[id(parameter)] = name
 
-def _built(checkpoint: Checkpoint, dtype: str) -> Any:
+        def wide(tensor: Tensor, rows: Rows | None = None, out: Tensor | None = None) -> Tensor:
+            # It is called within the model's call, whose float32 may mean float64.
+            with torch._C.DisableTorchFunction():
+                if id(tensor) in parameters:
+                    return weights(parameters[id(tensor)], rows=rows, out=out)
+                stored = tensor if rows is None else tensor[rows]
+                return stored.double() if out is None else out[: len(stored)].copy_(stored)
+
+        return wide
+
+
+@contextlib.contextmanager
+def _exact_frequencies(model: Any) -> Iterator[None]:
+    """RoPE's frequencies are computed in float64, and not in float32 and widened."""
+    inner = model.model
+    kept = inner.rotary_emb
+    with orders.Float64():
+        inner.rotary_emb = type(kept)(model.config)
+    try:
+        yield
+    finally:
+        inner.rotary_emb = kept
+
+
+def _built(checkpoint: Checkpoint, dtype: str, progress: Progress) -> Any:
     build = neighbour_model.build if is_neighbour(checkpoint) else _llama
     if not is_neighbour(checkpoint):
         checked(checkpoint)
+    tensors = converted.tensors(checkpoint, dtype, progress=progress)
     try:
-        return build(checkpoint, _tensors(checkpoint, dtype), DTYPES[dtype])
+        return build(checkpoint, tensors, DTYPES[dtype])
     except Refusal:
         raise
     except Exception as error:  # its validators raise whatever they like
@@ -362,14 +407,6 @@ def _partial(pairs: Sequence[tuple[Tensor, Tensor] | None], length: int) -> str:
                 has, others = list(array.shape[1:]), list(first[1:])
                 return f"{kind} of layer {i} have shape {has}, expected {others} as its neighbours'"
     return ""
-
-
-def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """The tensors that the fingerprint covers, mapped; packed ones unpacked and rounded once."""
-    exact, packed = Weights(checkpoint, dtype=dtype), checkpoint.packed
-    plain = sorted(set(checkpoint.weights) - set(packed))
-    found = {name: exact.stored(name) for name in plain if not name.endswith(OLD_FREQUENCIES)}
-    return found | {name: exact(name).to(DTYPES[dtype]) for name in packed}
 
 
 def _processor() -> str:

@@ -10,14 +10,16 @@ H query heads, K key/value heads, G = H / K query heads to each of them, D head_
 MLP's width, V vocabulary.
 
 The sequence is followed in several ways at once (whole, in chunks, token by token), each with a
-cache of its own in every layer. That they agree is the truth's first proof of itself. This module
-knows no plan, no noise and no port.
+cache of its own in every layer. That they agree is the truth's first proof of itself. What a layer
+does to each position by itself, but for RoPE, is computed for all segments of a way together, and
+for some thousand positions at once where there are more. This module knows no plan, no noise and no
+port.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,8 @@ from oracle.truth.rope import Linear, Llama3, LongRope, Yarn
 from oracle.truth.weights import EMBEDDING, NORM, Weights
 
 _BLOCK = 2**23  # float64 numbers in one block of scores or logits: 64 MB
+_WIDE = 2**24  # numbers of the MLP's width that are computed at once, of which five stand in memory
+_SHORT = 1024  # positions that are computed at once however wide the MLP is
 
 Sink = Callable[[int, dict[str, Tensor]], None]
 Maker = Callable[[Config, Mapping[str, Tensor], tuple[Tensor, Tensor]], "Layer"]
@@ -79,9 +83,12 @@ def follow(
     if taps and len(first.spans) > 1:
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
     tables = tables or rope_tables(config, n)
-    for i in range(config.n_layers):
-        progress("truth (float64), layers", i, config.n_layers)
-        given = config, weights.layer(config, i), tables
+
+    room: dict[str, Tensor] = {}
+
+    def through(i: int) -> None:
+        """All ways through one layer, whose weights are written over those of the one before."""
+        given = config, weights.layer(config, i, into=room), tables
         seen: dict[str, Any] = dict.fromkeys(taps)
         whole = (first.maker or Layer)(*given).run(first, seen)
         if sink:
@@ -89,6 +96,10 @@ def follow(
             sink(i, {k: v for k, v in kept.items() if v is not None})
         for stream in others:
             (stream.maker or Layer)(*given).run(stream, {}, [a[:, :shared] for a in whole])
+
+    for i in range(config.n_layers):
+        progress("truth (float64), layers", i, config.n_layers)
+        through(i)
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
     norm = weights(NORM)
@@ -109,7 +120,7 @@ def _streams(
 
 
 class Layer:
-    """One decoder layer, followed segment by segment against its own cache."""
+    """One decoder layer, its attention followed segment by segment against its own cache."""
 
     def __init__(
         self, config: Config, weights: Mapping[str, Tensor], tables: tuple[Tensor, Tensor]
@@ -128,34 +139,58 @@ class Layer:
         keys, values = torch.full(shape, math.nan, dtype=torch.float64)
         for array, given in zip((keys, values), before, strict=False):
             array[:, : given.shape[1]] = given
+        first = stream.spans[0][0] if stream.spans else len(stream.hidden)
+        x, mixed = stream.hidden[first:], []
+        q, k, v = self._projected(x, seen)
         for start, stop in stream.spans:
-            x = stream.hidden[start:stop]
-            stream.hidden[start:stop] = self._segment(x, start, keys, values, seen)
+            own = slice(start - first, stop - first)
+            queries, turned = (self._rotate(t[:, own], start) for t in (q, k))
+            keys[:, start:stop], values[:, start:stop] = turned, v[:, own]
+            _keep(seen, q_rope=queries, k_rope=turned)
+            held = keys[:, :stop], values[:, :stop]
+            mixed.append(self._attend(queries, *held, start=start, seen=seen))
+        stream.hidden[first:] = self._finished(x, torch.cat(mixed), seen)
         return keys, values
 
-    def _segment(
-        self, x: Tensor, start: int, keys: Tensor, values: Tensor, seen: dict[str, Any]
-    ) -> Tensor:
-        """The layer's output (L, E) for a segment's hidden states; fills its keys and values."""
-        c, (L, _) = self.config, x.shape
-        stop = start + L
-        normed = self._norm("input_layernorm", x)
-        projected = (self._linear(f"self_attn.{name}_proj", normed) for name in "qkv")
-        q, k, v = (t.view(L, -1, c.head_dim).transpose(0, 1) for t in projected)  # [H or K, L, D]
-        queries, turned = (self._rotate(t, start) for t in (q, k))
-        keys[:, start:stop], values[:, start:stop] = turned, v
-        _keep(seen, input_norm=normed, q=q, k=k, v=v, q_rope=queries, k_rope=turned)
-        mixed = self._attend(queries, keys[:, :stop], values[:, :stop], start=start, seen=seen)
+    def _pieces(self, n: int, seen: Mapping[str, Any]) -> list[slice]:
+        """Positions that are computed at once: all, unless the MLP would take too much memory.
+
+        What is recorded inside the layer is kept whole.
+        """
+        step = n if set(seen) - {"hidden"} else max(_SHORT, _WIDE // self.config.mlp)
+        return [slice(start, min(start + step, n)) for start in range(0, n, max(1, step))]
+
+    def _projected(self, x: Tensor, seen: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Queries (H, L, D), keys and values (K, L, D) of hidden states (L, E), before RoPE."""
+        parts = []
+        for rows in self._pieces(len(x), seen):
+            normed = self._norm("input_layernorm", x[rows])
+            projected = (self._linear(f"self_attn.{name}_proj", normed) for name in "qkv")
+            shape = len(normed), -1, self.config.head_dim
+            q, k, v = (t.view(shape).transpose(0, 1) for t in projected)  # [H or K, L, D]
+            _keep(seen, input_norm=normed, q=q, k=k, v=v)
+            parts.append((q, k, v))
+        joined = zip(*parts, strict=True)
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in joined)
+
+    def _finished(self, x: Tensor, mixed: Tensor, seen: dict[str, Any]) -> Tensor:
+        """The layer's output (L, E) for its input and what attention mixed (L, H * D)."""
+        out = torch.empty_like(x)
+        for rows in self._pieces(len(x), seen):
+            out[rows] = self._after(x[rows], mixed[rows], seen)
+        _keep(seen, hidden=out)
+        return out
+
+    def _after(self, x: Tensor, mixed: Tensor, seen: dict[str, Any]) -> Tensor:
         out = self._linear("self_attn.o_proj", mixed)
         x = x + out
         post = self._norm("post_attention_layernorm", x)
         gate, up = self._linear("mlp.gate_proj", post), self._linear("mlp.up_proj", post)
         activation = gate * torch.sigmoid(gate) * up
         down = self._linear("mlp.down_proj", activation)
-        x = x + down
         _keep(seen, attention=mixed, o_proj=out, post_norm=post)
-        _keep(seen, gate=gate, up=up, activation=activation, down=down, hidden=x)
-        return x
+        _keep(seen, gate=gate, up=up, activation=activation, down=down)
+        return x + down
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -189,17 +224,32 @@ def attend(
     (H, L, D), (K, S, _) = queries.shape, keys.shape
     grouped = queries.reshape(K, H // K, L, D)
     rows = max(1, _BLOCK // (H * S))
+    whole = S <= _SHORT or "scores" in (seen or {})
+    times = _broadcast if whole else _folded
     mixed, kept = [], []
     for first in range(0, L, rows):
         block = grouped[:, :, first : first + rows]  # [K, G, rows, D]
-        scores = block @ keys[:, None].transpose(-1, -2) / math.sqrt(D)  # [K, G, rows, S]
-        hidden = (mask or hides)(first + start, block.shape[2], S)
-        mixed.append(torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ values[:, None])
+        # Beyond its last row's own position a block sees nothing.
+        C = S if whole else start + first + block.shape[2]
+        scores = times(block, keys[:, :C].transpose(-1, -2)) / math.sqrt(D)  # [K, G, rows, C]
+        hidden = (mask or hides)(first + start, block.shape[2], C)
+        shares = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        mixed.append(times(shares, values[:, :C]))
         if seen and "scores" in seen:
             kept.append(scores.masked_fill(hidden, 0.0).flatten(0, 1))
     if kept:
         _keep(seen or {}, scores=torch.cat(kept, dim=1))
     return torch.cat(mixed, dim=2).flatten(0, 1).transpose(0, 1).reshape(L, H * D)
+
+
+def _broadcast(x: Tensor, matrix: Tensor) -> Tensor:
+    """x (K, G, rows, m) times each KV head's matrix (K, m, n), of which torch makes G copies."""
+    return x @ matrix[:, None]
+
+
+def _folded(x: Tensor, matrix: Tensor) -> Tensor:
+    """The same without the copies; torch adds it up in another order where there are few rows."""
+    return (x.flatten(1, 2) @ matrix).view(*x.shape[:3], -1)
 
 
 def hides(start: int, rows: int, columns: int) -> Tensor:
@@ -287,27 +337,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 @torch.inference_mode()
 def write_logits(
     streams: Mapping[str, Tensor],
-    head: Tensor,
+    head: Iterable[Tensor],
     out: Array,
     *,
     positions: Sequence[int] | None = None,
 ) -> tuple[float, float]:
     """Fills `out` (rows, V) from the first stream; returns max |logit|, and how far others differ.
 
-    The streams (rows, E) are what enters the head at these positions (None: from 0 on).
+    The streams (rows, E) are what enters the head at these positions (None: from 0 on); `head` has
+    the blocks of its rows, one after another.
     """
     (name, first), *others = streams.items()
-    most = apart = 0.0
-    step = max(1, _BLOCK // len(head))
-    for start in range(0, len(first), step):
-        rows = slice(start, start + step)
-        at = start if positions is None else positions[start]
-        logits = logits_of(first[rows], head, name, at=at)
-        out[rows] = logits.numpy()
-        most = max(most, float(logits.abs().max()))
-        for _, other in others:
-            largest = (other[rows] @ head.T - logits).abs().max()
-            apart = max(apart, float(largest.nan_to_num(nan=math.inf)))
+    most, apart, column = 0.0, 0.0, 0
+    for block in head:
+        columns, step = slice(column, column + len(block)), max(1, _BLOCK // len(block))
+        for start in range(0, len(first), step):
+            rows = slice(start, start + step)
+            at = start if positions is None else positions[start]
+            logits = logits_of(first[rows], block, name, at=at)
+            out[rows, columns] = logits.numpy()
+            most = max(most, float(logits.abs().max()))
+            for _, other in others:
+                largest = (other[rows] @ block.T - logits).abs().max()
+                apart = max(apart, float(largest.nan_to_num(nan=math.inf)))
+        column = columns.stop
     return most, apart
 
 

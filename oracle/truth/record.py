@@ -50,8 +50,10 @@ def write(
         streams = llama.follow(weights, config, tokens, sink=sink, progress=progress, **ways)
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
             out.arrays[name][...] = table.numpy()
-        rows, head = {n: hidden[list(kept)] for n, hidden in streams.items()}, weights.head(config)
-        most, apart = llama.write_logits(rows, head, out.arrays["logits"], positions=kept)
+        rows = {n: hidden[list(kept)] for n, hidden in streams.items()}
+        del streams
+        head, logits = weights.head_blocks(config), out.arrays["logits"]
+        most, apart = llama.write_logits(rows, head, logits, positions=kept)
         out.arrays["positions"][...] = kept
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())

@@ -69,13 +69,19 @@ def write(
     stored = frozenset(tensor.dtype for tensor in checkpoint.tensors.values())
     known = usual(config, dtype=manifest.dtype, stored=stored)
     calls = {name: _spans(folder, manifest, name) for name in dict.fromkeys(("full", plan))}
-    n = min(len(manifest.tokens), MOST)
+    right = trace.read(folder / run_folder.TRUTH)
+    n = min(_leading(right), MOST)
     each = len(known + _at_borders(config, calls, n, manifest.dtype)) * checkpoint.parameters
     n = min(n, max(LEAST, _WORK // each))
     suspects = known + _at_borders(config, calls, n, manifest.dtype)
-    right = trace.read(folder / run_folder.TRUTH)
     arrays = _arrays(weights, Rows(config, suspects, n, tuple(manifest.tokens)), right, progress)
     _write(out, manifest, plan, config, suspects, arrays)
+
+
+def _leading(right: Trace) -> int:
+    """How many positions from the start on have a row of logits: of a sample not all have."""
+    rows = np.arange(len(right.positions))
+    return int(np.count_nonzero(np.cumprod(right.positions == rows)))
 
 
 def _spans(folder: Path, manifest: Manifest, plan: str) -> list[tuple[int, int]]:
@@ -167,6 +173,9 @@ class _Layer(llama.Layer):
         super().__init__(rows.config, weights, rows.tables)
         self.rows, self.prefix = rows, prefix
 
+    def _pieces(self, n: int, seen: Mapping[str, Any]) -> list[slice]:
+        return [slice(0, n)]  # each row's number says whose it is
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         names = [f"{self.prefix}{name}.{part}" for part in ("weight", "bias")]
@@ -233,9 +242,11 @@ def _arrays(weights: Weights, rows: Rows, right: Trace, progress: Progress) -> d
     for (change,), at in rows.alike(EMBEDDING):
         stream.hidden[at] = _changed(change, EMBEDDING, embedded).repeat(len(at) // n, 1)
     cache = []
+    room: dict[str, Tensor] = {}
     for i in range(config.n_layers):
         progress("usual suspects (float64), layers", i, config.n_layers)
-        made = _Layer(rows, f"model.layers.{i}.", weights.layer(config, i)).run(stream, {})
+        layer = weights.layer(config, i, into=room)
+        made = _Layer(rows, f"model.layers.{i}.", layer).run(stream, {})
         both = zip(made, right.kv("a", i) or (), strict=True)
         cache.append([_apart(mine, its, n) for mine, its in both])
     hidden = rows.norm(stream.hidden, NORM, weights(NORM))

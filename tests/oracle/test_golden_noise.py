@@ -47,7 +47,7 @@ def test_the_noise_of_the_tiny_goldens_is_candles_distance_from_the_truth(layout
     weights = Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, tokens, segments={"full": [len(tokens)]})
     true = np.zeros((len(tokens), config.vocab_size))
-    truth.write_logits(streams, weights.head(config), true)
+    truth.write_logits(streams, weights.head_blocks(config), true)
     assert noise(folder, dtype) == pytest.approx(distance(rows, true[-len(rows) :]), rel=1e-6)
 
 

@@ -76,6 +76,6 @@ def test_the_sequential_member_follows_the_full_plan_and_is_no_ordinary_one(tmp_
     names = errors.members_of(plans)
     assert names[-1] == SEQUENTIAL
     assert SEQUENTIAL not in ordinary(names)
-    own, other = (model.run(plans["full"], attention=kind) for kind in ("sdpa", "sequential"))
+    own, other = (model.run(plans["full"], in_order=order) for order in (False, True))
     assert 0 < np.abs(own.logits - other.logits).max() < 2e-5
     assert np.array_equal(own.logits, model.run(plans["full"]).logits)

@@ -178,7 +178,7 @@ def proof(checkpoint: Checkpoint, dtype: str) -> float:
     config, weights = config_of(checkpoint), Weights(checkpoint, dtype=dtype)
     streams = truth.follow(weights, config, TOKENS, segments={"full": [len(TOKENS)]})
     out = np.zeros((len(TOKENS), config.vocab_size))
-    most, _ = truth.write_logits(streams, weights.head(config), out)
+    most, _ = truth.write_logits(streams, weights.head_blocks(config), out)
     error = reference.Reference(checkpoint, dtype=dtype).double(TOKENS) - out
     return math.sqrt((error * error).mean()) / most / PROOF_LIMITS["transformers_double"]
 
@@ -209,9 +209,12 @@ def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_o
     def rounded_truth(*given: Any) -> torch.Tensor:
         return right(*given).to(DTYPES["bfloat16"]).double()
 
+    def before_rounding(_: Weights, name: str, rows: Any = None) -> torch.Tensor:
+        return exact[name] if rows is None else exact[name][rows]
+
     exact = {name: Weights(checkpoint, dtype=dtype)(name) for name in checkpoint.packed}
     monkeypatch.setattr(Weights, "_unpacked", rounded_truth)
-    before = type("Before", (Weights,), {"__call__": lambda _, name: exact[name]})
+    before = type("Before", (Weights,), {"__call__": before_rounding})
     monkeypatch.setattr(reference, "Weights", before)
     assert proof(checkpoint, dtype) > 1
 

@@ -13,7 +13,7 @@ from oracle.formats import trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Greedy, New, Plan, Reset, judged_plans
 from oracle.model.checkpoint import resolve
-from oracle.pool import reference
+from oracle.pool import converted, reference
 from oracle.truth import llama as truth
 from oracle.truth.config import read_config
 from oracle.truth.weights import Weights
@@ -227,12 +227,12 @@ def test_a_parameter_that_the_checkpoint_lacks_is_never_left_random(model, monke
         "oracle.truth.config.Config.shapes",
         lambda self: {k: v for k, v in shapes(self).items() if k != "model.norm.weight"},
     )
-    tensors = reference._tensors
-    monkeypatch.setattr(
-        reference,
-        "_tensors",
-        lambda *given: {k: v for k, v in tensors(*given).items() if k != "model.norm.weight"},
-    )
+    tensors = converted.tensors
+
+    def fewer(*given, **options):
+        return {k: v for k, v in tensors(*given, **options).items() if k != "model.norm.weight"}
+
+    monkeypatch.setattr(converted, "tensors", fewer)
     monkeypatch.setattr(reference, "checked", lambda *args: None)
     with pytest.raises(Refusal, match=r"disagree on model\.norm\.weight"):
         reference.Reference(model.checkpoint)
@@ -251,7 +251,7 @@ def distance(folder, **wrong):
     weights = Weights(checkpoint, dtype="float32")
     streams = truth.follow(weights, config, TOKENS, segments={"full": [N]})
     out = np.zeros((N, config.vocab_size))
-    most, _ = truth.write_logits(streams, weights.head(config), out)
+    most, _ = truth.write_logits(streams, weights.head_blocks(config), out)
     error = reference.Reference(checkpoint).double(TOKENS) - out
     return float(np.sqrt(np.mean(error**2))) / most
 

@@ -116,9 +116,8 @@ def proof(checkpoint, n, config=None):
     config = config or read_config(checkpoint.config)
     weights, tokens = Weights(checkpoint, dtype="float32"), models.tokens(n)
     out = np.zeros((n, config.vocab_size))
-    truth.write_logits(
-        truth.follow(weights, config, tokens, segments={"full": [n]}), weights.head(config), out
-    )
+    streams = truth.follow(weights, config, tokens, segments={"full": [n]})
+    truth.write_logits(streams, weights.head_blocks(config), out)
     error = reference.Reference(checkpoint).double(tokens) - out
     return math.sqrt((error * error).mean()) / np.abs(out).max()
 

@@ -68,7 +68,7 @@ def logits(
     segments = segments or {"full": [len(tokens)]}
     streams = truth.follow(weights, config, tokens, segments=segments, shared=shared)
     out = np.zeros((len(tokens), config.vocab_size))
-    most, apart = truth.write_logits(streams, weights.head(config), out)
+    most, apart = truth.write_logits(streams, weights.head_blocks(config), out)
     assert most == np.abs(out).max()
     return out, apart
 

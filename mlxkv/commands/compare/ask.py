@@ -17,7 +17,7 @@ from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.config.rope import Rope
 from mlxkv.port.part import require_splits
-from oracle.formats import run_folder
+from oracle.formats import rows, run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.model import tokenizer as tokenizers
@@ -33,9 +33,9 @@ class Request:
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
     `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
-    several requests from the others. `quick` leaves the probe out. `has_oracle` says that the
-    command has the option --oracle, for its messages. `ranks`, or the hosts in `hostfile`, share
-    the engine's model.
+    several requests from the others. `quick` leaves the probe out, `all_rows` compares all rows of
+    logits of a long sequence. `has_oracle` says that the command has the option --oracle, for its
+    messages. `ranks`, or the hosts in `hostfile`, share the engine's model.
     """
 
     model: str | None = None
@@ -55,6 +55,7 @@ class Request:
     prompt_tokens: int | None = None
     name: str | None = None
     quick: bool = False
+    all_rows: bool = False
     has_oracle: bool = False
     ranks: int | None = None
     hostfile: Path | None = None
@@ -88,6 +89,15 @@ class Answers:
     probe: Answer | None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the oracle is to be asked: for each request, and for the model's probe."""
+
+    checkpoint: Checkpoint
+    questions: tuple[oracle.Question, ...]
+    probe: oracle.Question | None
+
+
 def ask(requests: Sequence[Request]) -> Answers:
     """The answers, all on the first request's model.
 
@@ -95,7 +105,22 @@ def ask(requests: Sequence[Request]) -> Answers:
     """
     first = requests[0]
     if first.oracle is not None:
-        return _given(first, first.oracle)
+        return given(first, first.oracle)
+    asked = asking(requests)
+    name = asked.checkpoint.name
+    if len(requests) == 1:
+        (one,) = asked.questions
+        say(f"oracle: {len(one.tokens)} tokens and {one.steps} steps on {name}")
+    else:
+        say(f"oracle: {len(requests)} prompts on {name}")
+    found, probe = oracle.ask_all(asked.questions, asked.probe, fresh=first.fresh)
+    each = tuple(_kept(asked.checkpoint, one) for one in found)
+    return Answers(each, None if probe is None else _kept(asked.checkpoint, probe))
+
+
+def asking(requests: Sequence[Request]) -> Asked:
+    """The questions, all on the first request's model; nothing is asked yet."""
+    first = requests[0]
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
@@ -107,14 +132,8 @@ def ask(requests: Sequence[Request]) -> Answers:
         # What the port refuses must not cost a run of the oracle first.
         rope = LlamaConfig.of(checkpoint).rope
         beyond, original = rope.beyond, _original(rope)
-    questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    probe = None if first.quick else _probe(questions[0], original)
-    # The first is asked with the probe, so that one process makes both.
-    asked = [
-        _asked(request, question, probe if request is first else None)
-        for request, question in zip(requests, questions, strict=True)
-    ]
-    return Answers(tuple(answer for answer, _ in asked), asked[0][1])
+    questions = tuple(_question(request, checkpoint, beyond=beyond) for request in requests)
+    return Asked(checkpoint, questions, None if first.quick else _probe(questions[0], original))
 
 
 def _original(rope: Rope) -> int | None:
@@ -136,17 +155,6 @@ def _probe(question: oracle.Question, original: int | None) -> oracle.Question |
     return None
 
 
-def _asked(
-    request: Request, question: oracle.Question, probe: oracle.Question | None
-) -> tuple[Answer, Answer | None]:
-    checkpoint = question.checkpoint
-    whose = f"{request.name}, " if request.name else ""
-    what = f"{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}"
-    say(f"oracle: {whose}{what}")
-    found, probed = oracle.ask_both(question, probe, fresh=request.fresh)
-    return _kept(checkpoint, found), None if probed is None else _kept(checkpoint, probed)
-
-
 def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     # A kept answer may have been made from the same weights under another name: the name that was
     # asked for now is shown.
@@ -154,7 +162,7 @@ def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     return _answer(checkpoint, found.folder, replace(found.manifest, **asked), found.made)
 
 
-def _given(request: Request, folder: Path) -> Answers:
+def given(request: Request, folder: Path) -> Answers:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
     say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
@@ -216,6 +224,8 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
             raise Refusal(f"{where} has its own plans", where=f"--{name}", remedy=remedy)
+    if request.all_rows and not manifest.all_rows and len(manifest.tokens) > rows.WHOLE:
+        raise Refusal(f"{where} keeps a sample of rows", where="--all-rows", remedy=remedy)
 
 
 def _answer(
@@ -244,6 +254,7 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         prompt_tokens=request.prompt_tokens or len(ids),
         steps=steps,
         chunks=request.chunks,
+        all_rows=request.all_rows,
         dtype=request.dtype or "float32",
         threads=os.cpu_count() or 1 if request.threads is None else request.threads,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
+from mlxkv.report import plots
 from mlxkv.report.page import not_exercised
 from mlxkv.report.phrases import Side, sentence, unseen
 from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side, wrapped
@@ -42,7 +45,21 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]) -> str:
+def picture(prompts: Prompts) -> str:
+    """Each prompt's sigma against its limit, the worst prompt first."""
+    worst = {
+        name: next((g for g in prompts.verdicts[name].worst if g.name == GateName.SIGMA), None)
+        for name in prompts.worst_first
+    }
+    about = prompts.verdicts[prompts.worst].subject
+    return plots.worst_first(
+        {name: gate.value if gate and gate.ran else math.nan for name, gate in worst.items()},
+        limit=SIGMA,
+        title=f"{about.model}, {about.dtype}: {len(worst)} prompts",
+    )
+
+
+def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str], svg: str) -> str:
     """The overview; each prompt's own report is in the folder of its name."""
     about, n = prompts.verdicts[prompts.worst].subject, len(prompts.verdicts)
     rows = [
@@ -58,6 +75,7 @@ def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]
         [f"**{sentence_on_all(prompts)}**"],
         [how],
         ["## Prompts", "", *markdown_table((*_HEAD, "all of it"), rows, left={0, 6, 7})],
+        [f"![Sigma of each prompt, the worst first]({svg})"],
         not_exercised(prompts.longest),
         ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])],
         ["## Reproduce", "", "```sh", *commands, "```"],
