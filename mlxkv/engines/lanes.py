@@ -54,7 +54,8 @@ class Lane:
         """Under what the speed of such lanes is remembered."""
         job = self.job
         threads = job.threads or os.cpu_count() or 1
-        of = self.module, job.dtype, job.device, threads
+        module = process.RANKS if job.ranks or job.hostfile else self.module
+        of = module, job.dtype, job.device, threads
         return measured.key(*of, parameters=self.checkpoint.parameters)
 
     @property

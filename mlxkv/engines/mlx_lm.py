@@ -225,7 +225,6 @@ def load(folder: str, dtype: str, group: mx.distributed.Group | None = None) -> 
     With a group this rank's part of it.
     """
     import mlx.core as mx
-
     from mlx.utils import tree_flatten
 
     from mlxkv.port.ops import dtype_of

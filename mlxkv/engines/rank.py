@@ -1,7 +1,9 @@
-"""One rank of a sharded run: `python -m mlxkv.engines.rank JOB.json MODULE DEVICE THREADS`.
+"""One rank of a sharded run.
 
-`mlxkv.engines.ranks` has mlx.launch start one such process for each rank. All follow the same
-plans, each on its part of the model; rank 0 alone reads the job's file and writes the traces.
+`python -m mlxkv.engines.rank JOB.json MODULE DEVICE THREADS SECONDS`: the last are those in which
+the ranks must meet. `mlxkv.engines.ranks` has mlx.launch start one such process for each rank. All
+follow the same plans, each on its part of the model; rank 0 alone reads the job's file and writes
+the traces.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxkv.engines import machine
 from mlxkv.engines.job import answer, decoded
-from mlxkv.engines.runner import Array, PlanRunner
-from oracle.formats import strict_json, trace
+from mlxkv.engines.runner import PlanRunner
+from oracle.formats import strict_json
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.trace import Meta
 
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from oracle.model.checkpoint import Checkpoint
-
-MEETING = 60
-"""Seconds that a rank waits for the others. On two busy cores three met in 1.2 to 4 s; MLX itself
-tries for 15 s to reach a rank that does not listen, and would wait for ever to be reached."""
 
 R = TypeVar("R", bound=PlanRunner)
 
@@ -52,7 +50,7 @@ class Ranks:
         return {"ranks": self.group.size(), "backend": "ring"}
 
     def runner(self, kind: type[R]) -> type[R]:
-        """A runner on all ranks; only rank 0's has arrays for a trace."""
+        """A runner on all ranks, of which rank 0's writes the trace."""
         ranks = self
 
         class OnRanks(kind):  # type: ignore[misc, valid-type]
@@ -63,27 +61,34 @@ class Ranks:
                 for name, i, *pair in super().kept():
                     yield name, i, *map(ranks.gathered, pair)
 
-            def arrays(self) -> dict[str, Array]:
-                found: dict[str, Array] = super().arrays()
-                ranks.require_same("tokens that they chose", str(self.outcomes))
-                return {} if ranks.rank else found
-
             def write(self, path: Path, meta: Meta) -> None:
-                trace.write(path, meta, self.arrays())
+                ranks.require_same("tokens that they chose", str(self.outcomes))
+                if ranks.rank == 0:
+                    super().write(path, meta)
+                else:
+                    ranks.compute(array for _, array in self.held_rows())
 
         return OnRanks
 
     def gathered(self, rows: mx.array) -> mx.array:
-        """Every rank's heads: [B, K / ranks, S, D] -> [B, K, S, D]"""
+        """Every rank's heads: [B, K / ranks, S, D] -> [B, K, S, D]
+
+        The ranks speak with one another when it is computed, which all must do in one order.
+        """
         import mlx.core as mx
 
         B, heads, S, D = rows.shape
         with mx.stream(mx.cpu):
             every = mx.distributed.all_gather(mx.contiguous(rows), group=self.group)
-            every = every.reshape(-1, B, heads, S, D).swapaxes(0, 1).reshape(B, -1, S, D)
-        # Now, since the ranks speak with one another in the order in which things are computed.
-        mx.eval(every)
-        return every
+            gathered: mx.array = every.reshape(-1, B, heads, S, D).swapaxes(0, 1)
+            return gathered.reshape(B, -1, S, D)
+
+    def compute(self, arrays: Iterable[mx.array]) -> None:
+        """One after the other, as rank 0 computes what it writes."""
+        import mlx.core as mx
+
+        for array in arrays:
+            mx.eval(array)
 
     def require_same(self, what: str, text: str) -> None:
         """A Refusal on every rank where one has another text than rank 0."""
@@ -103,7 +108,7 @@ class Ranks:
         import numpy as np
 
         mine = np.frombuffer(data if self.rank == 0 else b"", np.uint8)
-        (length,) = self._sum(mx.array([len(mine)], mx.int32)).tolist()  # type: ignore[misc]
+        length = int(np.array(self._sum(mx.array([len(mine)], mx.int32)))[0])
         padded = np.zeros(length, np.uint8)
         padded[: len(mine)] = mine
         return np.array(self._sum(mx.array(padded))).tobytes()
@@ -121,12 +126,12 @@ class Ranks:
         self.require_same("versions of MLX, mlx-lm or mlxkv", " ".join(versions))
 
 
-def meet() -> Ranks:
+def meet(seconds: int) -> Ranks:
     """The ranks, once all are there; the process ends by SIGALRM if they are not in time."""
     import mlx.core as mx
 
     # Not by a thread: MLX waits in C++, and Python with it.
-    signal.alarm(MEETING)
+    signal.alarm(seconds)
     try:
         group = mx.distributed.init(strict=True, backend="ring")
     except RuntimeError as error:
@@ -137,10 +142,10 @@ def meet() -> Ranks:
     return Ranks(group)
 
 
-def main(path: str, module: str, device: str, threads: int) -> None:
+def main(path: str, module: str, device: str, threads: int, seconds: int) -> None:
     """Meets the other ranks and follows with them what rank 0 reads in the job's file."""
     machine.prepare(device, threads=threads)
-    ranks = meet()
+    ranks = meet(seconds)
     ranks.require_same("runs", path)
     text = ranks.told(Path(path).read_bytes() if ranks.rank == 0 else b"")
     with tempfile.TemporaryDirectory() as nowhere:
@@ -151,9 +156,10 @@ def main(path: str, module: str, device: str, threads: int) -> None:
 
 
 def _main() -> None:
-    path, module, device, threads = sys.argv[1:]
+    path, module, device, *numbers = sys.argv[1:]
     rank = os.environ.get("MLX_RANK", "0")
-    answer(lambda: main(path, module, device, int(threads)), "" if rank == "0" else f"rank {rank}")
+    who = "" if rank == "0" else f"rank {rank}"
+    answer(lambda: main(path, module, device, *map(int, numbers)), who)
 
 
 if __name__ == "__main__":

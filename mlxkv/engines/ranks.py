@@ -7,24 +7,22 @@ none of them behind.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import random
 import re
-import select
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from mlxkv.engines import launch as launcher
 from mlxkv.engines.job import Job, answer, read
-from mlxkv.engines.rank import MEETING
-from oracle.formats import strict_json
+from mlxkv.engines.progress import say
+from oracle.formats import child, strict_json
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.exits import DEBUG, PARENT
 
@@ -34,6 +32,15 @@ HERE = "127.0.0.1"
 _PORTS = range(20000, 32000)
 """Below those that systems give to connections of their own."""
 
+MEETING = 60
+"""Seconds that a rank waits for the others. On two busy cores three met in 1.2 to 4 s; MLX itself
+tries for 15 s to reach a rank that does not listen, and would wait for ever to be reached."""
+
+PATIENCE = 5.0
+"""Seconds in which mlx.launch may end the other ranks when one has failed. Here it takes 0.3; it
+would wait for a host that does not answer any more."""
+
+_WARNING = b"[WARN]"
 _ENDED = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")
 _COLOURS = re.compile(r"\x1b\[\d+m")
 
@@ -77,27 +84,56 @@ def count(ranks: int, hostfile: Path | str) -> int:
 
 def launch(job: Job, path: str, module: str) -> None:
     """Runs the job on its ranks to the end; a Refusal says which rank failed, and how."""
-    program = _launcher()
+    launcher.command()
     hosts = hosts_of(Path(job.hostfile)) if job.hostfile else [Host(HERE, (HERE,))] * job.ranks
     port = free_ports(sum(len(host.ips) for host in hosts))
     beside = max(sum(other.ssh == host.ssh for other in hosts) for host in hosts)
     threads = max(1, (job.threads or os.cpu_count() or 1) // beside)
     where = ["--hostfile", job.hostfile] if job.hostfile else ["-n", str(job.ranks)]
-    rank = [sys.executable, "-P", "-m", "mlxkv.engines.rank", path, module, job.device]
-    words = ["--backend", "ring", "--starting-port", str(port), *where, "--", *rank, str(threads)]
-    os.environ[PARENT] = str(os.getpid())
-    # mlx.launch's own files, which it leaves where they are.
-    os.environ["TMPDIR"] = str(job.out)
-    # ssh must not ask for a password where nobody can be seen to answer.
-    os.environ |= {"SSH_ASKPASS": "false", "SSH_ASKPASS_REQUIRE": "force"}
-    with open(job.out / "ranks.txt", "w+b") as said:
-        _run(program, words, said)
-        said.seek(0)
-        text = _COLOURS.sub("", said.read().decode(errors="replace"))
+    words = ["--backend", "ring", "--starting-port", str(port), *where, "--"]
+    words += child.command("mlxkv.engines.rank", path, module, job.device, str(threads))
+    say(f"{module}: on {len(hosts)} ranks")
+    text = _run([*words, str(MEETING)], job.out)
     if os.environ.get(DEBUG):
         sys.stderr.write(text)
     if (why := _failure(text, hosts, port)) or not (job.out / "forward.txt").exists():
         raise why or Refusal("they ended without a result", where="ranks", remedy=_last(text))
+
+
+def _run(words: list[str], out: Path) -> str:
+    """mlx.launch with these words until all ranks have ended: what it and they printed.
+
+    `out` is for its own files too, which it leaves where they are.
+    """
+    environment = os.environ | {PARENT: str(os.getpid()), "TMPDIR": str(out)}
+    with (out / "ranks.txt").open("w+b") as said:
+        # A session of its own: ssh finds no terminal to ask at, and all can be ended together.
+        process = subprocess.Popen(
+            child.command("mlxkv.engines.launch", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            env=environment,
+        )
+        try:
+            _wait(process, out / "ranks.txt")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return _COLOURS.sub("", (out / "ranks.txt").read_text(encoding="utf-8", errors="replace"))
+
+
+def _wait(process: subprocess.Popen[bytes], said: Path) -> None:
+    """Until mlx.launch ends, or PATIENCE after a rank failed."""
+    failed: float | None = None
+    while failed is None or time.monotonic() < failed + PATIENCE:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+            return
+        if failed is None and _WARNING in said.read_bytes():
+            failed = time.monotonic()
 
 
 def free_ports(n: int) -> int:
@@ -111,53 +147,6 @@ def free_ports(n: int) -> int:
                 stack.enter_context(socket.socket()).bind(("", port))
             return first
     raise Refusal(f"no {n} ports in a row are free", where="ranks", remedy="end what listens there")
-
-
-def _launcher() -> Callable[[], None]:
-    """What the command mlx.launch runs."""
-    for found in entry_points(group="console_scripts", name="mlx.launch"):
-        program: Callable[[], None] = found.load()
-        return program
-    what = "this MLX has no mlx.launch, expected MLX 0.32 or another that has it"
-    raise Refusal(what, where="ranks", remedy="install a newer MLX")
-
-
-def _run(program: Callable[[], None], words: list[str], said: io.BufferedRandom) -> None:
-    """mlx.launch in this process; what it and its ranks print goes to `said`."""
-    before = sys.argv, sys.stdin, sys.stdout, sys.stderr
-    with open(os.devnull) as nothing, _patient(program, nothing):
-        sys.argv, sys.stdin = ["mlx.launch", *words], nothing
-        sys.stdout = sys.stderr = io.TextIOWrapper(said, write_through=True)
-        try:
-            program()
-        except SystemExit as ended:  # it does not know one of the words
-            print(f"error: mlx.launch ended with {ended.code}")
-        finally:
-            sys.stdout.detach()
-            sys.argv, sys.stdin, sys.stdout, sys.stderr = before
-
-
-@contextmanager
-def _patient(program: Callable[[], None], stdin: Any) -> Iterator[None]:
-    """Has mlx.launch wait where there is nothing to do.
-
-    It asks whether ranks can be written to, which they always can, and so turns in circles: beside
-    three ranks that slept it took 1.4 of two cores.
-    """
-
-    def waiting(reads: list[int], _: list[int], errors: list[int], seconds: float) -> Any:
-        reads = [file for file in reads if file != stdin.fileno()]
-        return select.select(reads, [], errors, min(seconds, 0.05))
-
-    names = vars(sys.modules[program.__module__])
-    before = names.get("select")
-    if before is select.select:
-        names["select"] = waiting
-    try:
-        yield
-    finally:
-        if before is select.select:
-            names["select"] = before
 
 
 def _failure(text: str, hosts: list[Host], port: int) -> Refusal | None:
@@ -188,16 +177,10 @@ def _last(text: str) -> str:
     return f"its last line was: {lines[-1][:300]}" if lines else ""
 
 
-def _end_all(*_: object) -> None:
-    """Nothing of ours is to run on; the ranks are in this process's group."""
-    os.killpg(0, signal.SIGKILL)
-
-
 def _main() -> None:
     path, module = sys.argv[1:]
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, _end_all)
+    # So that what is begun is ended: an exception goes through every `finally`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answer(lambda: launch(read(Path(path)), path, module))
 
 

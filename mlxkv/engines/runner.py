@@ -211,7 +211,7 @@ class PlanRunner(ABC):
         Those of one sequence are [K, S, D], those of a batch [B, K, S, D].
         """
         logits = np.concatenate(self.rows) if self.rows else self.nothing()
-        held = {name: host(array) for name, array in self._held()}
+        held = {name: host(array) for name, array in self.held_rows()}
         return {"logits": logits} | self.numbers() | held | self.beside()
 
     def write(self, path: Path, meta: Meta) -> None:
@@ -225,7 +225,7 @@ class PlanRunner(ABC):
         width = sum(map(len, rows)), rows[0].shape[1]
         shapes: dict[str, Any] = {"logits": (np.result_type(*rows).type, width)}
         shapes |= {name: (array.dtype.type, array.shape) for name, array in small.items()}
-        for name, array in self._held():
+        for name, array in self.held_rows():
             kind = np.float64 if array.dtype == mx.float64 else np.float32
             shapes[name] = kind, tuple(array.shape)
         with writer(path, meta, shapes) as out:
@@ -236,12 +236,12 @@ class PlanRunner(ABC):
                 some = rows.pop(0)
                 out.arrays["logits"][first : first + len(some)] = some
                 first += len(some)
-            for name, array in self._held():
+            for name, array in self.held_rows():
                 put(out.arrays[name], array)
                 release(out.arrays[name])
             out.finish(meta.to_json())
 
-    def _held(self) -> Iterator[tuple[str, Any]]:
+    def held_rows(self) -> Iterator[tuple[str, Any]]:
         """Each layer's keys and values, as the engine's arrays."""
         for name, i, *pair in self.kept():
             for kind, array in zip(("keys", "values"), pair, strict=True):

@@ -49,7 +49,7 @@ MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
 WHOLE_MASK = 2**24
-"""Bytes of a mask that is kept whole, 4,096 x 4,096 keys; one of 32,768 x 32,768 would take 1 GB."""
+"""Bytes of a mask that is kept whole: 4,096 x 4,096 keys. 32,768 x 32,768 would take 1 GB."""
 
 _CLAIMS = threading.Lock()
 
@@ -341,8 +341,8 @@ class Cache:
             what += f": {key} is {mine[key]!r:.120}, expected {theirs[key]!r:.120}"
             raise CacheError(what, where="cache", remedy="make it with Cache(model.config)")
         if model.part != self.part:
-            mine, theirs = (f"{part or 'a whole model'}" for part in (self.part, model.part))
-            what = f"made for {mine}, expected {theirs} as the model is"
+            made, given = (f"{part or 'a whole model'}" for part in (self.part, model.part))
+            what = f"made for {made}, expected {given} as the model is"
             remedy = "make it with Cache(model.config, part=model.part)"
             raise CacheError(what, where="cache", remedy=remedy)
         if model.dtype != self.dtype:

@@ -3,8 +3,8 @@
 One safetensors file holds `<layer 000>/keys|values` [B, K, S, D] in the cache's own dtype, and one
 metadata key, `mlxkv`, of sorted JSON: length, batch, dtype, use_kv_cache, guarded, the weights'
 fingerprint, the whole config with its RoPE, a sha256 of the RoPE tables, of a rank's cache its rank
-and how many there are, and a sha256 of all of these and the rows. Equal caches make equal bytes. The header follows from the metadata alone, so
-that a reader accepts exactly what a writer wrote.
+and how many there are, and a sha256 of all of these and the rows. Equal caches make equal bytes.
+The header follows from the metadata alone, so that a reader accepts exactly what a writer wrote.
 """
 
 from __future__ import annotations

@@ -37,6 +37,14 @@ class Part:
         each = n // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def place(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where this rank's rows or columns are in the whole tensor of this name."""
+        axis = axis_of(name, len(shape))
+        if axis is None:
+            return ()
+        mine = self.of(shape[axis])
+        return (slice(None),) * axis + (slice(mine.start, mine.stop),)
+
     def heads(self, n: int) -> str:
         """Which of `n` KV heads, counted from 0, in words."""
         mine = self.of(n)
@@ -77,6 +85,6 @@ def require_splits(checkpoint: Checkpoint, ranks: int) -> None:
     """Refuses a model that so many ranks cannot share, before anything of it is loaded."""
     config: dict[str, Any] = checkpoint.config
     given = {"num_key_value_heads": config.get("num_attention_heads")} | config
-    sizes = {name: given[name] for name in SPLIT if isinstance(given.get(name), int)}
+    sizes = {name: size for name in SPLIT if isinstance(size := given.get(name), int)}
     groups = {name: (p.shape[1], p.group_size) for name, p in checkpoint.packed.items()}
     require_divides(sizes, ranks, groups=groups, where=checkpoint.where)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxkv.port import ops
 from mlxkv.port.packed import Packed, PackedLinear
-from mlxkv.port.part import COLUMNS, SPLIT, Part, axis_of, require_divides
+from mlxkv.port.part import COLUMNS, SPLIT, Part, require_divides
 from oracle.formats.errors import Refusal
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def shard(model: Llama, group: mx.distributed.Group) -> None:
     assert model.part is not None
     for name, array in tree_flatten(model.parameters()):
         with ops.stream(model.dtype):
-            made = cut(name, array, model.part)
+            # A copy, so that the whole can go.
+            made = mx.contiguous(array[model.part.place(name, array.shape)])
             mx.eval(made)
         model.update(tree_unflatten([(name, made)]))
 
@@ -53,7 +54,7 @@ def shard(model: Llama, group: mx.distributed.Group) -> None:
 def install(model: Llama, group: mx.distributed.Group) -> None:
     """Tells the model which heads are its own, and has it add up what the ranks compute.
 
-    Its weights are as they were, and are to be `cut`.
+    Its weights are as they were.
     """
     model.part = Part(group.rank(), group.size())
     for block in model.layers:
@@ -74,19 +75,6 @@ def _summed(module: nn.Module, group: mx.distributed.Group) -> nn.Module:
         made = ShardedToAllLinear(group.size(), 1, bias="bias" in module, group=group)
     made.update(module.parameters())
     return made
-
-
-def cut(name: str, array: mx.array, part: Part | None) -> mx.array:
-    """The part's rows or columns of the tensor of this name, or all of it if it is not split.
-
-    A copy, so that the whole can go once it has been computed.
-    """
-    axis = axis_of(name, array.ndim)
-    if part is None or axis is None:
-        return array
-    mine = part.of(array.shape[axis])
-    rows = (slice(None),) * axis + (slice(mine.start, mine.stop),)
-    return mx.contiguous(array[rows])
 
 
 def _require(model: Llama, ranks: int) -> None:

@@ -16,7 +16,7 @@ from mlxkv.port import ops, shard
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.packed import install, unpacked
-from mlxkv.port.part import Part, axis_of, require_splits
+from mlxkv.port.part import Part, require_splits
 from mlxkv.port.stored import require_floats, require_same_head, weights_of
 from oracle.formats import disk
 from oracle.formats.errors import Refusal
@@ -173,12 +173,10 @@ class _Stored:
         kind = _NUMPY[tensor.dtype]
         with disk.reading(tensor.file, "check the file"):
             mapped: npt.NDArray[Any] = np.memmap(tensor.file, kind, "r", tensor.start, tensor.shape)
-        axis = axis_of(name, mapped.ndim)
-        if self.part is not None and axis is not None:
-            mine = self.part.of(mapped.shape[axis])
-            mapped = mapped[(slice(None),) * axis + (slice(mine.start, mine.stop),)]
-        # A tensor may begin anywhere in its file.
-        array = mx.array(np.require(mapped[rows], requirements="A"))
+        if self.part is not None:
+            mapped = mapped[self.part.place(name, mapped.shape)]
+        # A tensor may begin anywhere in its file; and of some columns MLX would keep whole rows.
+        array = mx.array(np.require(mapped[rows], requirements=["A", "C"]))
         return array.view(mx.bfloat16) if tensor.dtype == "BF16" else array
 
 
