@@ -471,6 +471,6 @@ def test_a_fault_beyond_4096_is_found_by_the_sample(
         verdict = true_size.judged()
 
     kept = true_size.case.truth.positions
-    assert (len(kept), verdict.outcome) == (190, "differ")
+    assert (len(kept), verdict.outcome) == (193, "differ")
     assert verdict.first_wrong is not None
     assert start <= verdict.first_wrong.position <= kept[kept >= start][0]
