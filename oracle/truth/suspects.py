@@ -275,7 +275,7 @@ def _logits(weights: Weights, rows: Rows, hidden: Tensor, right: Trace) -> dict[
             kept = (sampled >= part.start) & (sampled < part.stop)
             for (change,), at in rows.alike(name):
                 changed = _changed(change, name, head)
-                for block in at[its[at]].split(max(1, _BLOCK // len(head))):
+                for block in torch.split(at[its[at]], max(1, _BLOCK // len(head))):
                     logits = hidden[block] @ changed.T
                     of = sampled[kept] - part.start
                     sample[block[:, None], kept.nonzero()[:, 0]] = logits[:, of].to(torch.float32)
