@@ -149,9 +149,23 @@ def cli() -> None:
     "Many prompts: JSON lines, or a text a line; the worst decides.",
     metavar="FILE|builtin",
 )
+@option("--jsonl", "With --prompts: a line of JSON for each, as soon as it is judged.", type=FOLDER)
+@option(
+    "--dry-run",
+    "Print the plans, time, memory and disk of all this, and run nothing.",
+    is_flag=True,
+)
+@option("--ranks", "Processes on this machine that share the engine's model.", type=Whole(2))
+@option(
+    "--hostfile", "A file of mlx.launch's: a host for each rank, this machine first.", type=FOLDER
+)
 @_report("the verdict")
 def compare(
-    prompts: str | None, candidates: tuple[Path, ...], **options: Any
+    prompts: str | None,
+    jsonl: Path | None,
+    dry_run: bool,
+    candidates: tuple[Path, ...],
+    **options: Any,
 ) -> Callable[..., Report]:
     """Judge the port on MODEL: a folder, a Hub id, a GGUF file, or nothing for the default model.
 
@@ -162,10 +176,15 @@ def compare(
     cache=cache) and make_cache(). With --cache it is mlx-lm's Llama on another cache: one that has
     a name, such as QuantizedKVCache:bits=8, or your own.
     """
-    from mlxkv.commands.compare import many, run
+    from mlxkv.commands.compare import dry, many, run
 
     if prompts is None:
+        if jsonl is not None:
+            what = "expected it beside --prompts, one line a prompt"
+            raise Refusal(what, where=f"--jsonl {jsonl}", remedy="use --json, or give --prompts")
         request = _request(has_oracle=True, **options)
+        if dry_run:
+            return partial(dry.report, [request])
         return partial(run.report, request, candidates=candidates)
     of_one = {f"--{name.replace('_', '-')}": options[name] for name in _OF_ONE}
     beside = [name for name, value in of_one.items() if value is not None]
@@ -174,7 +193,9 @@ def compare(
         what = "expected --prompts alone, as each prompt has its own"
         where = f"--prompts and {' and '.join(beside)}"
         raise Refusal(what, where=where, remedy="leave one side out")
-    return partial(many.report, _request(**options), prompts)
+    if dry_run:
+        return partial(dry.report, many.requests(_request(**options), prompts))
+    return partial(many.report, _request(**options), prompts, lines=jsonl)
 
 
 @cli.command()
@@ -447,8 +468,9 @@ def store() -> None:
 def list_store(as_json: bool) -> None:
     """List what is kept, with sizes and ages, the newest last.
 
-    Converted models, the oracle's answers, suspects and texts, hashes of weights, and what runs
-    work in or have left where they were killed. Ages are those of the last use, or of the making.
+    Converted models and weights, the oracle's answers, suspects and texts, hashes of weights, what
+    runs that broke off have finished, and what runs work in or have left where they were killed.
+    Ages are those of the last use, or of the making.
     """
     from mlxkv.commands import store as room
 
@@ -460,7 +482,9 @@ def list_store(as_json: bool) -> None:
     "--kind",
     "Only this kind; may be given again  [default: all]",
     into="kinds",
-    type=click.Choice(["models", "oracle", "suspects", "texts", "fingerprints", "runs"]),
+    type=click.Choice(
+        ["models", "converted", "oracle", "suspects", "texts", "fingerprints", "lanes", "runs"]
+    ),
     multiple=True,
 )
 @option("--older-than", "Only what is older, such as 90m, 12h, 30d or 2w.", metavar="AGE")

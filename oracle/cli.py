@@ -132,6 +132,25 @@ def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed
 
 
 @cli.command()
+@click.argument("asked", type=_PATH, metavar="FILE.json")
+@option("--dry-run", "Print what they would take, as JSON, and compute nothing.", is_flag=True)
+def many(asked: Path, dry_run: bool) -> None:
+    """Make a run folder for each question in a file, in one process.
+
+    The file is JSON, `mlxkv-questions/1`, as mlxkv itself writes it. A folder is there as soon as
+    it is finished, and replaces one that an earlier run left.
+    """
+    from oracle import many as questions
+
+    if dry_run:
+        click.echo(questions.estimate(asked))
+        return
+    with _computing() as progress:
+        for out in questions.answer(asked, progress=progress, note=_note):
+            click.echo(out)
+
+
+@cli.command()
 @_model
 @option(
     "--plan",

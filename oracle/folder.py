@@ -127,7 +127,7 @@ def many(
     from oracle import answer
 
     refused: list[Refusal] = []
-    model = None
+    several, model = sum(not one.probe for one in questions.values()) > 1, None
     for out, question in questions.items():
         model = model or answer.loaded(question, progress)
         try:
@@ -135,9 +135,13 @@ def many(
             with place.whole(out, ours=_OURS, force=force) as folder:
                 answer.one(question, folder, model, progress=progress)
         except Refusal as error:
-            note(f"warning: no {out.name}, as it is refused: {error}")
-            if not question.probe or len(questions) == 1:
-                refused.append(error)
+            if question.probe and len(questions) > 1:
+                note(f"warning: no probe, as it cannot be measured: {error}")
+                continue
+            if not several:
+                raise
+            note(f"warning: no answer on {question.named}: {error}")
+            refused.append(error)
             continue
         yield out
     if refused:

@@ -30,7 +30,7 @@ _INFINITE = {"float32": 2.0**128 - 2.0**103, "float16": 65520.0, "bfloat16": 2.0
 
 # Measured on two x86-64 cores with SmolLM2: seconds of imports; weights that a call reads, and
 # operations that it does, a second (1.5e9 weights are 6 GB). In float64 half the operations.
-_IMPORTS, _WEIGHTS, _OPERATIONS = 8.0, 1.5e9, 1e11
+IMPORTS, _WEIGHTS, _OPERATIONS = 8.0, 1.5e9, 1e11
 
 
 class Computed(TypedDict, total=False):
@@ -175,16 +175,19 @@ class Question(Inputs):
     def estimate(self, *others: Question) -> str:
         """One line: the sequences of this and other questions, and about what all will take."""
         asked = [self, *others]
-        seconds = rough(_IMPORTS + sum(one._seconds() for one in asked))
-        megabytes = rough(sum(one._bytes() for one in asked) / 1e6)
-        what = " and ".join(one._named() for one in asked)
+        seconds = rough(IMPORTS + sum(one.seconds() for one in asked))
+        megabytes = rough(sum(one.disk_bytes() for one in asked) / 1e6)
+        what = " and ".join(one.named for one in asked)
         return f"oracle: {what}, about {seconds} s and {megabytes} MB on disk"
 
-    def _named(self) -> str:
+    @property
+    def named(self) -> str:
+        """The sequence in words."""
         tokens = f"{self.length} token{'s' * (self.length != 1)}"
         return f"a probe of {tokens}" if self.probe else tokens
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """About how long the answer takes on two cores, without the imports."""
         size = sum(math.prod(shape) for shape in self.config.shapes().values())
         plans = self.plans([0] * self.steps)
         pool = [plans[name.split("-")[1]] for name in self.members(plans)]
@@ -193,7 +196,7 @@ class Question(Inputs):
         tokens = self.length * (len(pool) + 2 * len(ways)) + self.steps
         return size * (calls / _WEIGHTS + 2 * tokens / _OPERATIONS)
 
-    def _bytes(self) -> float:
+    def disk_bytes(self) -> float:
         """The truth in float64 with its taps, and the pool in float32."""
         c, n, tapped = self.config, self.length, 0
         if isinstance(c, Config):

@@ -63,10 +63,11 @@ def _compared(compared: Compared, place: str, commands: Sequence[str]) -> Made:
 
 def _prompts(device: str, _: Sequence[trace.Trace]) -> Made:
     commands = ["mlxkv compare --prompts builtin", f"{COMMAND} --only prompts"]
-    overview = many.compare(Request(device=device), prompts.builtin())
-    runs, files = overview.first.runs, overview.files(commands=commands).items()
+    request = Request(device=device)
+    overview = many.compare(request, prompts.builtin(), commands=commands)
+    first, files = overview.first, overview.files(commands=commands).items()
     named = {f"prompts/{name}": text for name, text in files}
-    return Made(runs.case.manifest.name, runs.environment, named)
+    return Made(first.model, first.environments[request.engine], named)
 
 
 def _pitfalls(device: str, _: Sequence[trace.Trace]) -> Made:

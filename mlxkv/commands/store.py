@@ -28,16 +28,21 @@ from oracle.model import default
 from oracle.model.cache_folder import cache_dir
 
 _HEX = "[0-9a-f]{32}"
+_WEIGHTS = r"[0-9a-f]{64}-(float32|float16|bfloat16)(-[0-9a-f]{16})?\.safetensors"
 _NAMES = {
     "models": rf"{re.escape(default.FOLDER)}|gguf-\d+-{_HEX}",
+    "converted": rf"{_WEIGHTS}|\.{_WEIGHTS}\.[a-z0-9_]{{8}}\.part",
     "oracle": _HEX,
     "suspects": _HEX,
     "texts": _HEX,
     "fingerprints": rf"{_HEX}\.json",
+    "lanes": _HEX,
 }
+_FILES = ("converted", "fingerprints")
 KINDS = (*_NAMES, "runs")
-"""Converted models; the oracle's answers; the usual suspects of an answer; the truths of texts;
-hashes of weights; and what runs work in, or have left where they were killed."""
+"""Converted models; weights in another dtype than their files'; the oracle's answers; the usual
+suspects of an answer; the truths of texts; hashes of weights; what runs that broke off had finished
+(the next one takes it up); and what runs work in, or have left where they were killed."""
 _SCRATCH = r"\.({})\.[0-9a-f]{{8}}(\.part|\.old)?"
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -153,7 +158,7 @@ def found() -> list[Entry]:
 def _ours() -> Iterator[tuple[str, Path]]:
     """Kind and path of what bears one of our names, and is no link."""
     for kind, name in _NAMES.items():
-        is_ours = stat.S_ISREG if kind == "fingerprints" else stat.S_ISDIR
+        is_ours = stat.S_ISREG if kind in _FILES else stat.S_ISDIR
         yield from ((kind, path) for path in _matching(cache_dir() / kind, name, is_ours))
         scratch = _matching(cache_dir() / kind, _SCRATCH.format(name), stat.S_ISDIR)
         yield from (("runs", path) for path in scratch)
@@ -196,6 +201,11 @@ def _about(kind: str, path: Path, free: bool) -> str:
         with suppress(Refusal, KeyError, TypeError):
             m = strict_json.read(path / "text.json", remedy="")
             return f"{m['name']}, {len(m['tokens'])} tokens of text, {len(m['stored'])} caches"
+    if kind == "converted":
+        half = ", left half written" if free and path.suffix == ".part" else ""
+        return f"weights in {path.name.split('-')[1].split('.')[0]}{half}"
+    if kind == "lanes":
+        return "finished by a run that broke off"
     scratch = "left over from a killed run" if free else "of a running process"
     return scratch if kind == "runs" else ""
 

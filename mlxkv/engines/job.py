@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from mlxkv.engines import kinds, machine
-from mlxkv.engines.process import Finished, Process
+from mlxkv.engines.process import RANKS, Finished, Process
 from oracle.formats import strict_json
 from oracle.formats.disk import write_text
 from oracle.formats.errors import Refusal
@@ -23,6 +23,9 @@ from oracle.formats.trace import Meta
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
+
+
+_AGAIN = "start it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Job:
     `dither` is the seed of `oracle.formats.dither`, 0 for none. `masks` keeps the port's masks.
     `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
     inside a layer to record too; where `truth` names the truth's trace, each plan is followed again
-    with every layer fed the truth's input.
+    with every layer fed the truth's input. `ranks`, or the hosts in `hostfile`, are the processes
+    that share the model, 0 and "" for one process that has it whole.
     """
 
     folder: str
@@ -56,6 +60,8 @@ class Job:
     repeat: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     dither: int = 0
+    ranks: int = 0
+    hostfile: str = ""
 
     @classmethod
     def on(
@@ -127,7 +133,10 @@ class Job:
         """
         kept = self.out / "stderr.txt" if aside else None
         file = os.path.basename(self.custom) or kinds.executed(self.caches.values())
-        return Process([module, str(self.save())], stderr=kept, file=file)
+        words = [module, str(self.save())]
+        if self.ranks or self.hostfile:
+            words = [RANKS, words[1], module]
+        return Process(words, stderr=kept, file=file)
 
     def end(self, process: Process) -> Finished:
         """Waits for the process's end; raises what `Process.wait` does."""
@@ -158,24 +167,32 @@ def longest_first(plans: Iterable[Plan]) -> tuple[Plan, ...]:
 
 def read(path: Path) -> Job:
     """The job in a file, which `Job.save` of the same version wrote."""
-    remedy = "start it again"
-    value = strict_json.read(path, remedy=remedy)
+    return decoded(strict_json.read(path, remedy=_AGAIN), path.parent, where=path)
+
+
+def decoded(value: Any, out: Path, *, where: object) -> Job:
+    """The job that was written as this JSON value, its traces in `out`."""
     # The folder may have been moved, and a path is no JSON.
-    return strict_json.typed(value | {"out": path.parent}, Job, where=path, remedy=remedy)
+    return strict_json.typed(value | {"out": out}, Job, where=where, remedy=_AGAIN)
 
 
 def serve(follow: Callable[[Job], None]) -> None:
-    """The main of an engine's process: a refusal is one line and exit code 2, an interrupt 130.
+    """The main of an engine's process, which follows the job in the file that it is given."""
+    answer(lambda: follow(read(Path(sys.argv[1]))))
 
-    Under --debug the line comes after its traceback.
+
+def answer(work: Callable[[], None], who: str = "") -> None:
+    """Does a process's work: a refusal is one line and exit code 2, an interrupt 130.
+
+    Under --debug the line comes after its traceback. `who` stands before what is refused.
     """
     end_with_parent()
     try:
-        follow(read(Path(sys.argv[1])))
+        work()
     except ValueError as error:
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {who}{': ' if who else ''}{error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

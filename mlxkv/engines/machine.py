@@ -161,6 +161,12 @@ def load_blas() -> str:
     return _REFERENCE
 
 
+def libraries() -> list[str]:
+    """The BLAS libraries that `load_blas` would find here, each with its time of change."""
+    found = {path for pattern in _BLAS for path in glob.glob(pattern)}
+    return [f"{path} {os.stat(path).st_mtime_ns}" for path in sorted(found)]
+
+
 def _named_blas(path: str, mode: int) -> None:
     """Loads the library that MLXKV_BLAS names.
 

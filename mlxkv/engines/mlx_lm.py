@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,11 @@ from oracle.formats.disk import sha256
 from oracle.formats.errors import Inexpressible, Refusal, install, one_line
 from oracle.formats.plan import Plan
 from oracle.formats.trace import CACHES, Meta
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlxkv.engines.rank import Ranks
 
 KVCACHE = kinds.parse("KVCache")
 """mlx-lm's usual one, for plans that name no other."""
@@ -214,9 +219,14 @@ def _shown(layer: Any, heads: tuple[int, int], *, whole: bool) -> tuple[Any, Any
     return None
 
 
-def load(folder: str, dtype: str) -> Any:
-    """mlx-lm's model of the folder, as its own loader reads it, in `dtype`."""
+def load(folder: str, dtype: str, group: mx.distributed.Group | None = None) -> Any:
+    """mlx-lm's model of the folder, as its own loader reads it, in `dtype`.
+
+    With a group this rank's part of it.
+    """
     import mlx.core as mx
+
+    from mlx.utils import tree_flatten
 
     from mlxkv.port.ops import dtype_of
 
@@ -230,14 +240,28 @@ def load(folder: str, dtype: str) -> Any:
             f"mlx-lm cannot be imported ({one_line(error)})", remedy=install("port")
         ) from error
     try:
-        model, _ = load_model(Path(folder))
+        model, _ = load_model(Path(folder), lazy=group is not None)
     except Exception as error:  # whatever its code for some architecture raises
         why = f"mlx-lm cannot load it ({one_line(error, 300)}){runner.place(error)}"
         remedy = f"judge another model or engine, or {runner.more()}"
         raise Refusal(why, where=folder, remedy=remedy) from error
+    if group is not None:
+        _shard(model, group, folder)
     model.set_dtype(dtype_of(dtype))
-    mx.eval(model.parameters())
+    # One at a time: many whole tensors may not fit beside each other on a rank.
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)
     return model
+
+
+def _shard(model: Any, group: mx.distributed.Group, folder: str) -> None:
+    """By mlx-lm's own `shard`; its ModelArgs then say how many KV heads the rank's caches hold."""
+    if not callable(getattr(model, "shard", None)):
+        what = f"mlx-lm's {type(model).__module__} has no shard(group)"
+        raise Refusal(what, where=folder, remedy="judge it without --ranks")
+    model.shard(group)
+    heads = prompt_cache.heads_of(model)[0]
+    model.args.num_key_value_heads = heads // group.size()
 
 
 def _rope(model: Any) -> str:
@@ -257,10 +281,16 @@ def _named(kind: Kind) -> dict[str, str]:
     return {"cache": kind.name} | ({f"sha256 of {file.name}": sha256(file)} if file else {})
 
 
-def follow(job: Job) -> None:
-    """Loads the job's model once and writes one trace per plan."""
+def follow(job: Job, ranks: Ranks | None = None) -> None:
+    """Loads the job's model once, or this rank's part, and writes one trace per plan."""
     environment, checkpoint = job.prepare(job.device)
-    model = load(str(checkpoint.folder), job.dtype)
+    if ranks is not None:
+        ranks.require_alike(checkpoint)
+        environment |= ranks.facts
+    group, chosen = None, MlxLmRunner
+    if ranks is not None:
+        group, chosen = ranks.group, ranks.runner(MlxLmRunner)
+    model = load(str(checkpoint.folder), job.dtype, group)
     if job.dither:
         runner.dither(model.model.embed_tokens, job.dither)
     facts = {name: machine.version(name) for name in ("mlx-lm", "transformers")}
@@ -275,7 +305,7 @@ def follow(job: Job) -> None:
     def begin(plan: Plan) -> tuple[MlxLmRunner, Meta]:
         kind = used.get(plan.name, KVCACHE)
         runs = replace(meta, environment=meta.environment | _named(kind))
-        return MlxLmRunner(model, plan, kind=kind), runs
+        return chosen(model, plan, kind=kind), runs
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
 

@@ -9,21 +9,25 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+
+import msgspec
 
 from mlxkv.engines import machine, process
 from mlxkv.engines.progress import say
-from oracle.formats import disk, run_folder, stored, text
+from oracle.formats import disk, questions, run_folder, stored, text
 from oracle.formats.errors import AlreadySaid, Refusal, install
+from oracle.formats.questions import Estimate
 from oracle.formats.run_folder import Inputs
 from oracle.model.cache_folder import cache_dir, in_use
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 
-_Kind = Literal["run", "probe"]
+_AT_ONCE = 128
+"""Questions that one process of the oracle answers: each has a lock, which is an open file, of
+which macOS allows a process 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +38,26 @@ class Question(Inputs):
     prompt: str | None
 
     @property
-    def kind(self) -> _Kind:
-        """The oracle's command that answers it."""
-        return "probe" if self.probe else "run"
+    def digest(self) -> str:
+        """That of all that the answer depends on."""
+        asked = self.checkpoint
+        return run_folder.inputs_digest(asked.fingerprint, asked.config_digest, self)
 
-    def arguments(self, folder: Path, prompt_file: str) -> list[str]:
-        """Those of `oracle run`, or for the probe of `oracle probe`, that write into `folder`."""
-        given = [self.checkpoint.source, "--out", str(folder), "--force"]
-        given += _named(self.checkpoint)
-        given += [f"--dtype={self.dtype}", f"--threads={self.threads}"]
+    def into(self, folder: Path) -> questions.One:
+        """The question as the oracle reads it, whose answer goes into `folder`."""
         if self.probe:
-            return [self.kind, *given]
-        if self.prompt is not None:
-            given += ["--prompt-file", prompt_file]
-        else:
-            given += [f"--tokens={_commas(self.tokens)}", f"--prompt-tokens={self.prompt_tokens}"]
-        given += [f"--chunks={_commas(self.chunks)}"] if self.chunks is not None else []
-        given += ["--all-rows"] if self.all_rows else []
-        return [self.kind, *given, f"--steps={self.steps}", f"--taps={','.join(self.taps)}"]
+            return questions.One(out=str(folder), probe=True)
+        given = self.prompt is None
+        return questions.One(
+            out=str(folder),
+            prompt=self.prompt,
+            tokens=self.tokens if given else None,
+            prompt_tokens=self.prompt_tokens if given else None,
+            steps=self.steps,
+            chunks=self.chunks,
+            taps=tuple(self.taps),
+            all_rows=self.all_rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +96,96 @@ def ask(question: Question, *, fresh: bool = False) -> Answer:
 def ask_both(
     question: Question, probe: Question | None, *, fresh: bool = False
 ) -> tuple[Answer, Answer | None]:
-    """The folders for a question and for the model's probe; None for a probe that cannot be had.
+    """The folders for a question and for the model's probe; None for a probe that cannot be had."""
+    (found,), probed = ask_all([question], probe, fresh=fresh)
+    return found, probed
 
-    One process makes both if neither was kept. What it took stands with the first.
+
+def ask_all(
+    asked: Sequence[Question], probe: Question | None, *, fresh: bool = False
+) -> tuple[list[Answer], Answer | None]:
+    """The folders for questions about one model, and for its probe; None for one that cannot be
+    had.
+
+    One process makes those that are not kept, each whole as it is finished: what is there when it
+    is interrupted is kept. What it took stands with each that it made.
     """
     require_torch()
-    answers, missing = dict[_Kind, Answer](), list[_Place]()
+    wanted = {one.digest: one for one in asked}
+    answers = dict[str, Answer]()
+    if probe is not None:  # with the first ones, and locked last
+        wanted = {(its := probe.digest): probe} | {k: v for k, v in wanted.items() if k != its}
+    for first in range(0, len(wanted), _AT_ONCE):
+        some = dict(list(wanted.items())[first : first + _AT_ONCE])
+        answers |= _answers(some, fresh=fresh)
+    found = [answers[one.digest] for one in asked]
+    return found, None if probe is None else answers.get(probe.digest)
+
+
+def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer]:
+    """Answers by their digests, each locked while it is looked for and made."""
+    answers, missing = dict[str, Answer](), dict[str, _Place]()
+    # Everybody takes locks in one order, so that no two wait for one another. A probe comes last:
+    # whoever waits for one holds nothing that its maker asks for.
+    in_order = sorted(wanted, key=lambda digest: (wanted[digest].probe, digest))
     with ExitStack() as locks:
-        # A probe comes last, and whoever waits for one holds nothing that its maker asks for.
-        for asked in (question, probe):
-            if asked is None:
-                continue
+        for digest in in_order:
             with ExitStack() as lock:
-                place = lock.enter_context(_alone(asked))
+                place = lock.enter_context(_alone(wanted[digest], digest))
                 found = None if fresh else place.kept()
                 if found is not None:
-                    answers[asked.kind] = found
+                    answers[digest] = found
                     continue
                 locks.enter_context(lock.pop_all())
-                missing.append(place)
-        answers |= _made(missing) if missing else {}
-    return answers["run"], answers.get("probe")
+                missing[digest] = place
+        asked = [missing[digest] for digest in wanted if digest in missing]
+        return answers | (_made(sorted(asked, key=_is_probe)) if asked else {})
+
+
+def _is_probe(place: _Place) -> bool:
+    return place.question.probe
+
+
+def expected(asked: Sequence[Question], probe: Question | None) -> tuple[Estimate, list[bool]]:
+    """What answers would take, nothing computed; and which of them are kept, the probe's last.
+
+    The estimate is that of the missing ones alone, but its plans are those of all.
+    """
+    every = [*asked, *([probe] if probe is not None else [])]
+    kept = [_place(one, one.digest).kept() is not None for one in every]
+    with process.scratch() as room:
+        whole = _estimate(every, room)
+        missing = [one for one, there in zip(every, kept, strict=True) if not there]
+        if len(missing) == len(every):
+            return whole, kept
+        if missing:
+            found = _estimate(missing, room)
+        else:
+            found = msgspec.structs.replace(
+                whole, seconds=0.0, memory_bytes=0, disk_bytes=0, converted_bytes=0
+            )
+    return msgspec.structs.replace(found, plans=whole.plans), kept
+
+
+def _estimate(asked: Sequence[Question], room: Path) -> Estimate:
+    file, printed = room / "questions.json", room / "estimate.json"
+    places = {room / str(i): one for i, one in enumerate(asked)}
+    questions.write(file, _file(places))
+    process.start(["oracle", "many", str(file), "--dry-run"], stdout=printed)
+    return questions.read_estimate(printed)
+
+
+def _file(asked: Mapping[Path, Question]) -> questions.Asked:
+    """The file of questions about one model, by the folders for their answers."""
+    first = next(iter(asked.values()))
+    return questions.Asked(
+        model=first.checkpoint.source,
+        revision=first.checkpoint.revision,
+        ignore_keys=first.checkpoint.without,
+        dtype=first.dtype,
+        threads=first.threads,
+        questions=tuple(one.into(folder) for folder, one in asked.items()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +219,15 @@ class _Place:
 
 
 @contextmanager
-def _alone(question: Question) -> Iterator[_Place]:
+def _alone(question: Question, digest: str) -> Iterator[_Place]:
     """The place of a question's answer, which no other process makes or looks for meanwhile."""
-    asked = question.checkpoint
-    digest = run_folder.inputs_digest(asked.fingerprint, asked.config_digest, question)
-    folder = in_use("oracle") / digest[:32]
+    place = _place(question, digest)
     with _locked(digest):
-        yield _Place(question, folder, digest)
+        yield place
+
+
+def _place(question: Question, digest: str) -> _Place:
+    return _Place(question, in_use("oracle") / digest[:32], digest)
 
 
 @contextmanager
@@ -167,27 +244,24 @@ def _locked(digest: str) -> Iterator[None]:
         yield
 
 
-def _made(places: Sequence[_Place]) -> dict[_Kind, Answer]:
-    """Answers by their questions' kinds, made by one process: of a run, a probe, or both.
+def _made(places: Sequence[_Place]) -> dict[str, Answer]:
+    """Answers by their questions' digests, made by one process.
 
     A probe that the oracle cannot measure is not among them; why not, the oracle has said.
     """
-    first, *others = places
-    with tempfile.NamedTemporaryFile("wb", suffix=".txt") as prompt:
-        # A file, since an argument has a limit that a long prompt exceeds.
-        prompt.write((first.question.prompt or "").encode())
-        prompt.flush()
-        given = first.question.arguments(first.folder, prompt.name)
-        if not first.question.probe:
-            given += [f"--probe-out={one.folder}" for one in others] or ["--no-probe"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        questions.write(Path(file.name), _file({one.folder: one.question for one in places}))
         try:
-            finished = process.start(["oracle", *given])
+            finished = process.start(["oracle", "many", file.name])
         except AlreadySaid:
-            if not first.question.probe:
+            if any(not one.question.probe for one in places):
                 raise
             return {}
-    beside = {one.question.kind: found for one in others if (found := one.kept()) is not None}
-    return beside | {first.question.kind: first.answer(finished)}
+    return {
+        one.digest: one.answer(finished)
+        for one in places
+        if not one.question.probe or one.kept() is not None
+    }
 
 
 @contextmanager
@@ -271,7 +345,3 @@ def _revision(checkpoint: Checkpoint) -> list[str]:
 def _named(checkpoint: Checkpoint) -> list[str]:
     """The options that a checkpoint was asked for with."""
     return _revision(checkpoint) + [f"--ignore-key={key}" for key in checkpoint.without]
-
-
-def _commas(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))

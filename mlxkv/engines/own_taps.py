@@ -70,9 +70,9 @@ class OwnTapRunner(OwnRunner):
             self._keep(*key, array, L=width, S=held + width)
         return logits
 
-    def arrays(self) -> dict[str, Array]:
-        """Those of any runner, and the taps."""
-        return super().arrays() | self.recorder.arrays
+    def beside(self) -> dict[str, Array]:
+        """The taps."""
+        return self.recorder.arrays
 
     def _keep(self, layer: int, tap: str, array: Any, *, L: int, S: int) -> None:
         layers = self.shapes.config.num_hidden_layers

@@ -24,8 +24,10 @@ from oracle.formats.trace import CACHES, SHARED, Meta, Trace
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxkv.engines.rank import Ranks
     from mlxkv.port.cache import Cache
     from mlxkv.port.llama import Llama, ModelTap
+    from mlxkv.port.weights import Filling
 
 
 class Begun:
@@ -83,6 +85,7 @@ class PortRunner(PlanRunner):
             "dtype": cache_dtype or self.dtype,
             "guarded": guarded,
             "max_length": most if longrope else None,
+            "part": model.part,
         }
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -172,13 +175,14 @@ class PortRunner(PlanRunner):
                 if layer.keys is not None and layer.values is not None:
                     yield name, i, layer.keys, layer.values
 
-    def arrays(self) -> dict[str, Array]:
-        """With the masks, where they are kept."""
-        arrays = super().arrays()
-        for name, cache in self.caches.items() if self.keep_masks else ():
-            for (L, S), mask in cache.masks.items():
-                arrays[f"mask/{name}/{L}x{S}"] = np.array(mask)
-        return arrays
+    def beside(self) -> dict[str, Array]:
+        """The masks, where they are kept."""
+        kept = self.caches.items() if self.keep_masks else ()
+        return {
+            f"mask/{name}/{L}x{S}": np.array(mask)
+            for name, cache in kept
+            for (L, S), mask in cache.masks.items()
+        }
 
 
 def facts(cache: Cache) -> dict[str, int]:
@@ -214,31 +218,46 @@ def run(
     return Trace(replace(base, plan=plan, outcomes=runner.outcomes), runner.arrays())
 
 
-def follow(job: Job) -> None:
-    """Loads the job's model once and writes one trace per plan."""
-    exact = job.dtype == "float64"
-    environment, checkpoint = job.prepare("cpu" if exact else job.device)
-    from mlxkv.port.weights import from_checkpoint
+def follow(job: Job, ranks: Ranks | None = None) -> None:
+    """Writes one trace per plan; the job's weights, or this rank's part, are read once for all."""
+    environment, checkpoint = job.prepare("cpu" if job.dtype == "float64" else job.device)
+    from mlxkv.port.weights import Filling
 
-    model = from_checkpoint(checkpoint, job.dtype, rounded_to=job.weights_dtype)
-    runner.dither(model.embed_tokens, job.dither)
+    if ranks is not None:
+        ranks.require_alike(checkpoint)
+        environment |= ranks.facts
+    group, rounded = None if ranks is None else ranks.group, job.weights_dtype
+    filling = Filling(checkpoint, job.dtype, rounded_to=rounded, group=group)
     meta = job.meta(
         checkpoint,
-        environment | {"rope": model.config.rope.words},
+        environment | {"rope": filling.model.config.rope.words},
         engine="mlxkv" if job.guarded else "mlxkv (unguarded)",
         version=machine.version("mlxkv"),
-        probes=probe() if exact else {},
+        probes=probe() if job.dtype == "float64" else {},
     )
-    if job.taps:
-        from mlxkv.engines import recorder
+    kind = PortRunner if ranks is None else ranks.runner(PortRunner)
+    _follow(job, filling, meta, kind)
 
+
+def _follow(job: Job, filling: Filling, meta: Meta, kind: type[PortRunner]) -> None:
+    """As float64 allows all plans at once, as taps are asked for, or plan by plan."""
+    from mlxkv.engines import exact, recorder
+
+    label = f"port ({job.dtype}, {meta.device})"
+    if job.dtype == "float64":
+        label = "algebra (float64)"
+    if exact.serves(job):
+        exact.follow(job, filling, meta, label)
+        return
+    filling.fill()
+    model, begun = filling.model, Begun()
+    runner.dither(model.embed_tokens, job.dither)
+    if job.taps:
         job.write_seconds(recorder.follow(job, model, meta))
         return
 
-    begun = Begun()
-
     def begin(plan: Plan) -> tuple[PortRunner, Meta]:
-        runs = PortRunner(
+        runs = kind(
             model,
             plan,
             guarded=job.guarded,
@@ -248,8 +267,7 @@ def follow(job: Job) -> None:
         )
         return runs, meta
 
-    label = f"port ({job.dtype}, {environment['device']})"
-    runner.follow(job, "algebra (float64)" if exact else label, begin)
+    runner.follow(job, label, begin)
 
 
 def probe() -> dict[str, float]:

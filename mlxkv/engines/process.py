@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from mlxkv.engines.memory import Watch
 from oracle.formats import child, disk
 from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.exits import DEBUG, PARENT
@@ -20,6 +22,8 @@ from oracle.model.cache_folder import cache_dir
 
 PORT, MLX_LM, OWN = "mlxkv.engines.port", "mlxkv.engines.mlx_lm", "mlxkv.engines.own"
 """The modules that follow a job, each in a process of its own."""
+RANKS = "mlxkv.engines.ranks"
+"""The module whose process has one of them run on several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,14 @@ class Finished:
     """What the system counted for a process that ended well.
 
     `seconds` are by the clock, `forward` those of them spent in the engine's forward calls.
+    `peak_bytes` is the largest resident size, pages of mapped files included; `anonymous_bytes` the
+    largest found without them by ten samples a second (None: the system does not tell).
     """
 
     seconds: float
     peak_bytes: int
     forward: float = 0.0
+    anonymous_bytes: int | None = None
 
 
 class Process:
@@ -47,10 +54,14 @@ class Process:
         arguments: list[str],
         *,
         stderr: Path | None = None,
+        stdout: Path | None = None,
         environment: Mapping[str, str] | None = None,
         file: str = "",
     ) -> None:
-        """`file` is the FILE.py:load that the process executes, if it is a person's own."""
+        """`file` is the FILE.py:load that the process executes, if it is a person's own.
+
+        What it prints goes into the file `stdout`, if that is given.
+        """
         self.debug = bool(os.environ.get(DEBUG))
         self.environment = {PARENT: str(os.getpid()), **(environment or {})}
         self.environment |= {"PYTHONUNBUFFERED": "1"} if self.debug else {}
@@ -60,6 +71,8 @@ class Process:
             self.name, self.cause = file, f"the file ends its own process{more}"
         self.command = child.command(*arguments)
         self.kept = None if self.debug else stderr
+        self.stdout = stdout
+        self.watch = Watch()
         self.popen: subprocess.Popen[bytes] | None = None
 
     def wait(self) -> Finished:
@@ -86,10 +99,11 @@ class Process:
             )
         # ru_maxrss counts bytes on macOS and kilobytes elsewhere.
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return Finished(time.perf_counter() - self.begun, peak)
+        seconds = time.perf_counter() - self.begun
+        return Finished(seconds, peak, anonymous_bytes=self.watch.end())
 
     def __enter__(self) -> Process:
-        with open(self.kept, "wb") if self.kept else nullcontext() as errors:
+        with _opened(self.kept) as errors, _opened(self.stdout) as printed:
             try:
                 with _signals_held():
                     self.begun = time.perf_counter()
@@ -99,11 +113,12 @@ class Process:
                     self.popen = subprocess.Popen(
                         self.command,
                         stdin=subprocess.DEVNULL,
-                        stdout=2 if self.debug else subprocess.DEVNULL,
+                        stdout=printed or (2 if self.debug else subprocess.DEVNULL),
                         stderr=errors,
                         process_group=0,
                         env=os.environ | self.environment,
                     )
+                    self.watch.begin(self.popen.pid)
             except BaseException:
                 self.__exit__()
                 raise
@@ -114,6 +129,11 @@ class Process:
             # Not an interrupt, which Python answers with a traceback while it is still importing.
             self.popen.terminate()
             self.popen.wait()
+        self.watch.end()
+
+
+def _opened(path: Path | None) -> AbstractContextManager[IO[bytes] | None]:
+    return nullcontext() if path is None else path.open("wb")
 
 
 @contextmanager
@@ -138,9 +158,14 @@ def _signals_held() -> Iterator[None]:
         signal.raise_signal(number)
 
 
-def start(arguments: list[str], *, environment: Mapping[str, str] | None = None) -> Finished:
+def start(
+    arguments: list[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stdout: Path | None = None,
+) -> Finished:
     """Runs a module of ours with its arguments to its end; raises what `Process.wait` does."""
-    with Process(arguments, environment=environment) as process:
+    with Process(arguments, environment=environment, stdout=stdout) as process:
         return process.wait()
 
 

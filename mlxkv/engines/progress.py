@@ -25,9 +25,18 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def announce(what: str, seconds: float) -> None:
     """What is about to be done, and about how long it takes on two cores, for a person."""
-    minutes = max(1, round(seconds / 60))
-    about = f"{minutes} min" if seconds >= 90 else f"{max(1, round(seconds / 10)) * 10} s"
-    say(f"{what}: about {about} on two cores")
+    say(f"{what}: about {about(seconds)} on two cores")
+
+
+def about(seconds: float) -> str:
+    """A duration, roughly: "40 s", "8 min" or "3 h"."""
+    if seconds >= 5400:
+        return f"{round(seconds / 3600)} h"
+    return (
+        f"{max(1, round(seconds / 60))} min"
+        if seconds >= 90
+        else f"{max(1, round(seconds / 10)) * 10} s"
+    )
 
 
 def steps() -> Progress:

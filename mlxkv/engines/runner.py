@@ -41,11 +41,14 @@ from oracle.formats.plan import (
     Trim,
     require,
 )
-from oracle.formats.trace import Meta, Outcome, write
+from oracle.formats.tensors import release
+from oracle.formats.trace import Meta, Outcome, writer
 
 Array = npt.NDArray[Any]
 Batch = tuple[tuple[int, ...], ...]
 """The tokens of a call, row by row, all of one length."""
+Run = tuple[Plan, Path, int]
+"""A plan to follow, where its trace goes, and how often it was followed before."""
 
 
 @contextmanager
@@ -191,21 +194,58 @@ class PlanRunner(ABC):
             advance(1)
         return self
 
+    def numbers(self) -> dict[str, Array]:
+        """What each row of logits is, (rows,) int32 each."""
+        found = {"positions": self.positions, "steps": self.steps}
+        found |= {"batch": self.batch} if self.plan.batched else {}
+        empty = np.zeros(0, np.int32)
+        return {n: np.concatenate([empty, *of]).astype(np.int32) for n, of in found.items()}
+
+    def beside(self) -> dict[str, Array]:
+        """What else the trace keeps, by name."""
+        return {}
+
     def arrays(self) -> dict[str, Array]:
         """A trace's arrays: all rows, and the keys and values that each cache holds in the end.
 
         Those of one sequence are [K, S, D], those of a batch [B, K, S, D].
         """
-        numbers = {"positions": self.positions, "steps": self.steps}
-        numbers |= {"batch": self.batch} if self.plan.batched else {}
-        arrays = {"logits": np.concatenate(self.rows) if self.rows else self.nothing()}
-        for name, of in numbers.items():
-            arrays[name] = np.concatenate([np.zeros(0, np.int32), *of]).astype(np.int32)
+        logits = np.concatenate(self.rows) if self.rows else self.nothing()
+        held = {name: host(array) for name, array in self._held()}
+        return {"logits": logits} | self.numbers() | held | self.beside()
+
+    def write(self, path: Path, meta: Meta) -> None:
+        """The trace file of `arrays`, which are not all made in memory first.
+
+        The rows are gone afterwards.
+        """
+        import mlx.core as mx
+
+        rows, small = self.rows or [self.nothing()], self.numbers() | self.beside()
+        width = sum(map(len, rows)), rows[0].shape[1]
+        shapes: dict[str, Any] = {"logits": (np.result_type(*rows).type, width)}
+        shapes |= {name: (array.dtype.type, array.shape) for name, array in small.items()}
+        for name, array in self._held():
+            kind = np.float64 if array.dtype == mx.float64 else np.float32
+            shapes[name] = kind, tuple(array.shape)
+        with writer(path, meta, shapes) as out:
+            for name, array in small.items():
+                out.arrays[name][...] = array
+            first = 0
+            while rows:
+                some = rows.pop(0)
+                out.arrays["logits"][first : first + len(some)] = some
+                first += len(some)
+            for name, array in self._held():
+                put(out.arrays[name], array)
+                release(out.arrays[name])
+            out.finish(meta.to_json())
+
+    def _held(self) -> Iterator[tuple[str, Any]]:
+        """Each layer's keys and values, as the engine's arrays."""
         for name, i, *pair in self.kept():
             for kind, array in zip(("keys", "values"), pair, strict=True):
-                rows = host(array)
-                arrays[f"kv/{name}/{i:03d}/{kind}"] = rows if self.batches[name] else rows[0]
-        return arrays
+                yield f"kv/{name}/{i:03d}/{kind}", array if self.batches[name] else array[0]
 
     def check_crop(self, length: int, held: int) -> None:
         """Refuses to keep more tokens than the cache has."""
@@ -289,14 +329,18 @@ class PlanRunner(ABC):
         return chosen
 
 
+def runs_of(job: Job) -> list[Run]:
+    """The job's plans, then those that are to be repeated."""
+    runs = [(plan, job.trace(plan), 0) for plan in job.plans]
+    return runs + [(plan, job.repeated(plan), 1) for plan in job.plans if plan.name in job.repeat]
+
+
 def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]]) -> None:
     """Runs each of the job's plans on the runner that `begin` makes for it, and writes its trace.
 
     Then those that are to be repeated. Writes the seconds spent in forward calls too.
     """
-    seconds = 0.0
-    runs = [(plan, job.trace(plan), 0) for plan in job.plans]
-    runs += [(plan, job.repeated(plan), 1) for plan in job.plans if plan.name in job.repeat]
+    seconds, runs = 0.0, runs_of(job)
     with bar(label, sum(len(plan.steps) for plan, _, _ in runs)) as advance:
         for plan, path, repeat in runs:
             runner, meta = begin(plan)
@@ -304,7 +348,7 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
             seconds += runner.seconds
             environment = dict(meta.environment) | runner.says()
             made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
-            write(path, replace(made, environment=environment), runner.arrays())
+            runner.write(path, replace(made, environment=environment))
     job.write_seconds(seconds)
 
 
@@ -331,7 +375,15 @@ def host(array: Any) -> Array:
 
     numpy has no bfloat16, and float32 holds every half-precision value exactly.
     """
+    return np.array(_plain(array))
+
+
+def put(target: Array, array: Any) -> None:
+    """Fills a mapped array with an MLX array, without a copy in between."""
+    target[...] = np.asarray(_plain(array))
+
+
+def _plain(array: Any) -> Any:
     import mlx.core as mx
 
-    kept = array.dtype in (mx.float32, mx.float64)
-    return np.array(array if kept else array.astype(mx.float32))
+    return array if array.dtype in (mx.float32, mx.float64) else array.astype(mx.float32)

@@ -7,9 +7,10 @@ of a group share them; the RoPE tables; and the causal masks. Axes as in `mlxkv.
 against what is held. `guarded=True`, the default, refuses, before anything is written, every call
 whose result would be silently wrong.
 
-No call evaluates anything. So that calls may wait for their evaluation by the thousand, each is
-made to depend on the one before it: MLX writes rows into a buffer where nobody else needs it any
-more, and would otherwise keep one copy per call for an attention that is still to be computed.
+No call of few tokens evaluates anything (see `llama.SCORES`). So that calls may wait for their
+evaluation by the thousand, each is made to depend on the one before it: MLX writes rows into a
+buffer where nobody else needs it any more, and would otherwise keep one copy per call for an
+attention that is still to be computed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
+    from mlxkv.port.part import Part
 
 BLOCK = 256
 """Buffers grow by this many rows: a token per step must not copy the whole history each time."""
@@ -46,6 +48,9 @@ TABLES = 2**32
 MASKS = 16
 """Masks kept per cache, the least recently used dropped first."""
 
+WHOLE_MASK = 2**24
+"""Bytes of a mask that is kept whole, 4,096 x 4,096 keys; one of 32,768 x 32,768 would take 1 GB."""
+
 _CLAIMS = threading.Lock()
 
 
@@ -54,6 +59,25 @@ Weights = tuple[weakref.ref[mx.array], ...]
 
 class CacheError(Refusal):
     """A call that the cache refuses. A guarded cache is as it was before the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """A mask that is too large to keep; what is asked of it is made then, (rows, columns) booleans.
+
+    `shape` is (L, S). The last of its rows sees every key.
+    """
+
+    shape: tuple[int, int]
+
+    def __getitem__(self, place: tuple[slice, slice]) -> mx.array:
+        L, S = self.shape
+        rows, columns = mx.arange(S - L, S)[place[0]], mx.arange(S)[place[1]]
+        return columns[None] > rows[:, None]
+
+
+Mask = mx.array | Causal
+"""What hides keys from queries (L, S): an array of zeros and ones, or what makes parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +136,8 @@ class Cache:
     every call must send the whole prefix. `max_length` bounds the sequence and with it the RoPE
     tables; for RoPE of type longrope it also chooses, once, between the short factors (the default)
     and the long ones. `len(cache)` is the number of tokens held; `fingerprint` names the weights
-    that the last call used. Raises CacheError for a `max_length` that the config does not allow.
+    that the last call used. `part` is that of a model shared by several ranks, whose cache holds
+    its own KV heads. Raises CacheError for a `max_length` that the config does not allow.
     """
 
     def __init__(
@@ -123,8 +148,9 @@ class Cache:
         use_kv_cache: bool = True,
         guarded: bool = True,
         max_length: int | None = None,
+        part: Part | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.part = config, part
         self.dtype = dtype_of(dtype)
         self.use_kv_cache = use_kv_cache
         self.guarded = guarded
@@ -141,7 +167,7 @@ class Cache:
 
     @property
     def masks(self) -> dict[tuple[int, int], mx.array]:
-        """The masks built so far, by (L, S); 1 hides a key."""
+        """The masks built so far, by (L, S), except the largest; 1 hides a key."""
         return dict(self._masks)
 
     @property
@@ -158,7 +184,10 @@ class Cache:
     def __repr__(self) -> str:
         c = self.config
         size = f"{len(self)} of {self.max_length} tokens, {self.nbytes} bytes"
-        shape = f"{c.num_hidden_layers} layers x {c.num_key_value_heads} KV heads x {c.head_dim}"
+        heads = c.num_key_value_heads
+        mine = heads if self.part is None else heads // self.part.size
+        shape = f"{c.num_hidden_layers} layers x {mine} KV heads x {c.head_dim}"
+        shape += "" if self.part is None else f", {self.part.heads(heads)}"
         flags = [
             f", {name}=False" for name in ("use_kv_cache", "guarded") if not getattr(self, name)
         ]
@@ -311,6 +340,11 @@ class Cache:
             what = "made for another config than the model's"
             what += f": {key} is {mine[key]!r:.120}, expected {theirs[key]!r:.120}"
             raise CacheError(what, where="cache", remedy="make it with Cache(model.config)")
+        if model.part != self.part:
+            mine, theirs = (f"{part or 'a whole model'}" for part in (self.part, model.part))
+            what = f"made for {mine}, expected {theirs} as the model is"
+            remedy = "make it with Cache(model.config, part=model.part)"
+            raise CacheError(what, where="cache", remedy=remedy)
         if model.dtype != self.dtype:
             what = f"dtype is {name_of(self.dtype)}, the weights' is {name_of(model.dtype)}"
             remedy = f"make it with Cache(model.config, dtype='{name_of(model.dtype)}')"
@@ -357,13 +391,15 @@ class Cache:
         assert grown.buffers is not None
         return grown.buffers[0][:, :, : grown.length], grown.buffers[1][:, :, : grown.length]
 
-    def mask(self, length: int, start: int) -> mx.array | None:
+    def mask(self, length: int, start: int) -> Mask | None:
         """(L, start + L) uint8, 1 where row i hides column j, which is j > start + i.
 
-        None for a single token, which sees everything.
+        None for a single token, which sees everything; a `Causal` beyond WHOLE_MASK bytes.
         """
         if length == 1:
             return None
+        if length * (start + length) > WHOLE_MASK:
+            return Causal((length, start + length))
         key = (length, start + length)
         if key not in self._masks:
             columns, rows = np.arange(start + length), start + np.arange(length)

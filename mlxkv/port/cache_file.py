@@ -2,8 +2,8 @@
 
 One safetensors file holds `<layer 000>/keys|values` [B, K, S, D] in the cache's own dtype, and one
 metadata key, `mlxkv`, of sorted JSON: length, batch, dtype, use_kv_cache, guarded, the weights'
-fingerprint, the whole config with its RoPE, a sha256 of the RoPE tables, and a sha256 of all of
-these and the rows. Equal caches make equal bytes. The header follows from the metadata alone, so
+fingerprint, the whole config with its RoPE, a sha256 of the RoPE tables, of a rank's cache its rank
+and how many there are, and a sha256 of all of these and the rows. Equal caches make equal bytes. The header follows from the metadata alone, so
 that a reader accepts exactly what a writer wrote.
 """
 
@@ -86,7 +86,9 @@ def load(path: Path, model: Llama) -> Cache:
     try:
         with path.open("rb") as file, ops.stream(model.dtype):
             meta = _read_meta(file)
-            cache = Cache(model.config, dtype=model.dtype, max_length=_max_length(meta, model))
+            most, part = _max_length(meta, model), model.part
+            cache = Cache(model.config, dtype=model.dtype, max_length=most, part=part)
+            _require_part(meta, cache)
             _compare(meta, _made_of(cache, model.fingerprint))
             cache.use_kv_cache, cache.guarded = meta["use_kv_cache"], meta["guarded"]
             cache.fingerprint = meta["fingerprint"]
@@ -117,7 +119,8 @@ def _made_of(cache: Cache, fingerprint: str | None) -> dict[str, Any]:
     with ops.stream(cache.dtype):
         for table in (cache.cos, cache.sin):
             tables.update(_bytes_of(table))
-    return {
+    part = {} if cache.part is None else {"part": asdict(cache.part)}
+    return part | {
         "format": FORMAT,
         "fingerprint": fingerprint,
         "dtype": name_of(cache.dtype),
@@ -151,6 +154,7 @@ def _header(meta: Mapping[str, Any]) -> bytes:
 def _sizes(meta: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
     """[B, K, S, D] of a layer's keys, and their bytes."""
     K, D = meta["config"]["num_key_value_heads"], meta["config"]["head_dim"]
+    K //= meta["part"]["size"] if "part" in meta else 1
     shape = (meta["batch"], K, meta["length"], D)
     return shape, math.prod(shape) * DTYPES[meta["dtype"]].size
 
@@ -205,6 +209,20 @@ def _max_length(meta: Mapping[str, Any], model: Llama) -> int | None:
     if type(length) is not int or not 1 <= length <= most:
         raise _Unfit(f"max_length is {_brief('max_length', length)}, expected 1 to {most}")
     return length
+
+
+def _require_part(meta: Mapping[str, Any], cache: Cache) -> None:
+    """Refuses the rows of other KV heads than the model's rank has."""
+    mine = None if cache.part is None else asdict(cache.part)
+    if meta.get("format") != FORMAT or meta.get("part") == mine:
+        return
+    found = meta.get("part")
+    theirs = "a whole model's"
+    if isinstance(found, dict):
+        theirs = f"that of rank {_brief('', found.get('rank'))} of {_brief('', found.get('size'))}"
+    expected = cache.part or "a whole model's"
+    what = f"part is {theirs}, expected {expected}"
+    raise _Unfit(what, "give each rank the file that it saved, or fill a new cache")
 
 
 def _compare(meta: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

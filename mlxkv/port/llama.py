@@ -26,9 +26,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxkv.port import ops
-from mlxkv.port.cache import Cache, CacheError
+from mlxkv.port.cache import Cache, CacheError, Causal, Mask
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.ops import Tap
+from mlxkv.port.part import Part
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
@@ -37,7 +38,15 @@ ModelTap = Callable[[int, str, mx.array], mx.array]
 the layer's output, is used: it goes on in that array's place."""
 
 QUERIES = 256
-"""Queries whose scores are held at once."""
+"""Queries whose scores are held at once, where they are no more than SCORES."""
+SCORES = 2**22
+"""Scores of all heads that are held at once, 32 MB in float64, up to which glibc keeps memory and
+needs no new pages for the next block. A call that has more computes each block before it begins the
+next: MLX on a CPU makes room for a hundred operations ahead, which over 4,096 tokens and 9 heads
+took 991 MB, and takes 195 MB so."""
+ROWS = 1024
+"""Positions that go through an MLP at once: 8,192 wide over 32,768 tokens each array in it would
+take 1 GB."""
 
 
 class RMSNorm(nn.Module):
@@ -111,6 +120,12 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
+        L = x.shape[1]
+        if tap is None and L > ROWS:
+            blocks = [self(x[:, i : i + ROWS]) for i in range(0, L, ROWS)]
+            for block in blocks:
+                mx.eval(block)
+            return mx.concatenate(blocks, axis=1)
         gate, up = self.gate_proj(x), self.up_proj(x)
         activation = ops.silu(gate) * up
         out = self.down_proj(activation)
@@ -139,13 +154,15 @@ class Llama(nn.Module):
     """A Llama whose state lives in the `Cache` given to each call.
 
     `fingerprint` names the weights that `load` took from a checkpoint; None for weights that came
-    in another way. Weights that are changed by hand afterwards keep the name.
+    in another way. Weights that are changed by hand afterwards keep the name. `part` is the rank's
+    whose heads and MLP it has, None for a whole model.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.fingerprint: str | None = None
+        self.part: Part | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -156,6 +173,16 @@ class Llama(nn.Module):
     def dtype(self) -> mx.Dtype:
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keeps this rank's heads and part of the MLP; from now on every rank makes each call.
+
+        Its caches are made with `Cache(model.config, part=model.part)`. Raises Refusal where heads,
+        KV heads, inner width or packed groups do not divide by the group's size.
+        """
+        from mlxkv.port import shard
+
+        shard.shard(self, group)
 
     def __call__(
         self,
@@ -254,36 +281,40 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def blockwise(
-    queries: mx.array, keys: mx.array, values: mx.array, *, hidden: mx.array | None, **options: Any
+    queries: mx.array, keys: mx.array, values: mx.array, *, hidden: Mask | None, **options: Any
 ) -> mx.array:
-    """`ops.attention`, QUERIES queries at a time.
+    """`ops.attention` of some queries at a time, as QUERIES and SCORES allow.
 
     [B, H, L, D] and twice [B, K, S, D] -> [B, H, L, D].
 
     No query of a block sees a key after the block's last one. So a long prompt costs little more
     than half the work, and its scores take a fraction of the memory.
     """
-    L, S = queries.shape[2], keys.shape[2]
-    if hidden is None or L <= QUERIES:
-        return ops.attention(queries, keys, values, hidden=hidden, **options)
+    (B, H, L, _), S = queries.shape, keys.shape[2]
+    most = min(QUERIES, max(1, SCORES // (B * H * S)))
+    if hidden is None or most >= L:
+        whole = hidden[:, :] if isinstance(hidden, Causal) else hidden
+        return ops.attention(queries, keys, values, hidden=whole, **options)
     blocks = []
-    for first in range(0, L, QUERIES):
-        last = min(first + QUERIES, L)
+    for first in range(0, L, most):
+        last = min(first + most, L)
         seen = S - L + last
         given = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
         blocks.append(ops.attention(*given, hidden=hidden[first:last, :seen], **options))
+        if B * H * L * S > SCORES:
+            mx.eval(blocks[-1])
     return mx.concatenate(blocks, axis=2)
 
 
-def fitting(hidden: mx.array | None, scores: tuple[int, ...]) -> mx.array | None:
-    """The mask (L, S) as booleans, for scores of the shape [B, H, L, S]; None stays None.
+def fitting(hidden: Mask | None, scores: tuple[int, ...]) -> Mask | None:
+    """The mask (L, S) for scores of the shape [B, H, L, S]; an array becomes booleans.
 
     Raises CacheError where candle's broadcast would fail. MLX would stretch an axis of 1 silently.
     """
     if hidden is not None and hidden.shape != scores[2:]:
         what = f"cannot broadcast {list(hidden.shape)} to {list(scores)}"
         raise CacheError(f"{what}: the cache holds other rows than index_pos says")
-    return None if hidden is None else hidden.astype(mx.bool_)
+    return hidden.astype(mx.bool_) if isinstance(hidden, mx.array) else hidden
 
 
 def parameters(model: Llama) -> dict[str, mx.array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -92,6 +92,41 @@ def error_by_position(
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         _label_positions(axes, n, texts)
+        return svg(figure)
+
+
+def worst_first(values: Mapping[str, float], *, limit: float, title: str = "Sigma") -> str:
+    """A dot for each named value (in noise floors) beside the limit, in the order given.
+
+    Names stand at up to 40 of them. What is not finite is a cross at the limit's line, and what is
+    less than a thousandth of the limit is drawn there.
+    """
+    names, n = list(values), len(values)
+    found = np.array(list(values.values()), np.float64)
+    good, at = np.isfinite(found), np.arange(n)
+    found = np.maximum(found, limit / 1e3)  # decades have no place for 0
+    with drawing(9, 4.5) as figure:
+        axes = figure.add_subplot()
+        axes.axhline(limit, color="#000000", linewidth=1, label=f"limit, {limit:g} floors")
+        below, above = good & (found <= limit), good & (found > limit)
+        for which, label, (color, marker, _) in (
+            (below, "within", _LOOKS[0]),
+            (above, "beyond", _LOOKS[1]),
+        ):
+            looks = {"color": color, "marker": marker, "linestyle": "", "markersize": 5}
+            if which.any():
+                axes.plot(at[which], found[which], label=label, **looks)
+        if not good.all():
+            looks = {"color": _COLOURS[3], "marker": "x", "linestyle": "", "markersize": 6}
+            axes.plot(at[~good], np.full((~good).sum(), limit), label="no number", **looks)
+        axes.set(title=title, ylabel="sigma (noise floors)", yscale="log", xlim=(-0.5, n - 0.5))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        axes.set_xlabel("prompts, the worst first")
+        if n <= _MOST_TOKENS:
+            axes.set_xticks(at, names, rotation=90, fontsize=8)
         return svg(figure)
 
 

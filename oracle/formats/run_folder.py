@@ -318,9 +318,8 @@ def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
     return hashlib.sha256(strict_json.encode(value).encode()).hexdigest()
 
 
-def sources() -> dict[str, str]:
-    """The sha256 of every source of the package, by its path in it."""
-    package = Path(__file__).parents[1]
+def sources(package: Path = Path(__file__).parents[1]) -> dict[str, str]:
+    """The sha256 of every source of a package (the oracle), by its path in it."""
     return {
         path.relative_to(package).as_posix(): sha256(path) for path in sorted(package.rglob("*.py"))
     }

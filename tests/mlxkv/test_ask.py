@@ -30,11 +30,11 @@ def test_no_probe_is_asked_for_whose_cache_would_lie_on_both_sides_of_longropes_
     folder = models.save(tmp_path / "model", models.config("gqa", **changes))
     found: list[Any] = []
 
-    def ask_both(question: oracle.Question, probe: oracle.Question | None, **_: Any) -> None:
+    def ask_all(_: Any, probe: oracle.Question | None, **__: Any) -> None:
         found.append(probe)
         raise Asked
 
-    monkeypatch.setattr(oracle, "ask_both", ask_both)
+    monkeypatch.setattr(oracle, "ask_all", ask_all)
     monkeypatch.setattr(oracle, "require_torch", lambda **_: None)
     monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
     with pytest.raises(Asked):

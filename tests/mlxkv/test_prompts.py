@@ -71,8 +71,7 @@ def test_each_prompt_has_a_report_of_its_own_and_all_an_overview(
     )
     each = ["compare.json", "compare.md", "compare.svg"]
     assert files == [
-        "compare.json",
-        "compare.md",
+        *each,
         *(f"{name}/{file}" for name in ("one", "two") for file in each),
     ]
     value = json.loads((folder / "out" / "compare.json").read_text())
@@ -329,7 +328,7 @@ def test_scopes_are_those_that_every_prompt_covers() -> None:
 def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
     side = Side("port", "mlx", ())
-    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"])
+    page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"], svg="c.svg")
     assert "**differ (logits): gates: sigma**" in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]

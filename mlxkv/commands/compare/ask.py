@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxkv.engines import kinds, oracle
+from mlxkv.engines import kinds, oracle, ranks
 from mlxkv.engines.kinds import Kind
 from mlxkv.engines.own import heads_of
 from mlxkv.engines.process import Finished
@@ -16,6 +16,7 @@ from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.config.rope import Rope
+from mlxkv.port.part import require_splits
 from oracle.formats import rows, run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
@@ -34,7 +35,7 @@ class Request:
     `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
     several requests from the others. `quick` leaves the probe out, `all_rows` compares all rows of
     logits of a long sequence. `has_oracle` says that the command has the option --oracle, for its
-    messages.
+    messages. `ranks`, or the hosts in `hostfile`, share the engine's model.
     """
 
     model: str | None = None
@@ -56,6 +57,13 @@ class Request:
     quick: bool = False
     all_rows: bool = False
     has_oracle: bool = False
+    ranks: int | None = None
+    hostfile: Path | None = None
+
+    @property
+    def shared_by(self) -> int:
+        """How many ranks run the engine, 0 for one process; a Refusal for a bad hostfile."""
+        return ranks.count(self.ranks or 0, self.hostfile or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,15 @@ class Answers:
     probe: Answer | None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the oracle is to be asked: for each request, and for the model's probe."""
+
+    checkpoint: Checkpoint
+    questions: tuple[oracle.Question, ...]
+    probe: oracle.Question | None
+
+
 def ask(requests: Sequence[Request]) -> Answers:
     """The answers, all on the first request's model.
 
@@ -88,26 +105,35 @@ def ask(requests: Sequence[Request]) -> Answers:
     """
     first = requests[0]
     if first.oracle is not None:
-        return _given(first, first.oracle)
+        return given(first, first.oracle)
+    asked = asking(requests)
+    name = asked.checkpoint.name
+    if len(requests) == 1:
+        (one,) = asked.questions
+        say(f"oracle: {len(one.tokens)} tokens and {one.steps} steps on {name}")
+    else:
+        say(f"oracle: {len(requests)} prompts on {name}")
+    found, probe = oracle.ask_all(asked.questions, asked.probe, fresh=first.fresh)
+    each = tuple(_kept(asked.checkpoint, one) for one in found)
+    return Answers(each, None if probe is None else _kept(asked.checkpoint, probe))
+
+
+def asking(requests: Sequence[Request]) -> Asked:
+    """The questions, all on the first request's model; nothing is asked yet."""
+    first = requests[0]
     elsewhere = ", or give --oracle DIR with a folder made elsewhere"
     oracle.require_torch(otherwise=elsewhere if first.has_oracle else "")
     keys = first.ignore_keys
     checkpoint = resolve(first.model, revision=first.revision, ignore_keys=keys, progress=steps())
-    _require_fits(first.cache, checkpoint)
+    _require_fits(first, checkpoint)
     beyond, original = "", None
     if first.engine == "port" or not is_neighbour(checkpoint):
         require_llama(checkpoint)
         # What the port refuses must not cost a run of the oracle first.
         rope = LlamaConfig.of(checkpoint).rope
         beyond, original = rope.beyond, _original(rope)
-    questions = [_question(request, checkpoint, beyond=beyond) for request in requests]
-    probe = None if first.quick else _probe(questions[0], original)
-    # The first is asked with the probe, so that one process makes both.
-    asked = [
-        _asked(request, question, probe if request is first else None)
-        for request, question in zip(requests, questions, strict=True)
-    ]
-    return Answers(tuple(answer for answer, _ in asked), asked[0][1])
+    questions = tuple(_question(request, checkpoint, beyond=beyond) for request in requests)
+    return Asked(checkpoint, questions, None if first.quick else _probe(questions[0], original))
 
 
 def _original(rope: Rope) -> int | None:
@@ -129,17 +155,6 @@ def _probe(question: oracle.Question, original: int | None) -> oracle.Question |
     return None
 
 
-def _asked(
-    request: Request, question: oracle.Question, probe: oracle.Question | None
-) -> tuple[Answer, Answer | None]:
-    checkpoint = question.checkpoint
-    whose = f"{request.name}, " if request.name else ""
-    what = f"{len(question.tokens)} tokens and {question.steps} steps on {checkpoint.name}"
-    say(f"oracle: {whose}{what}")
-    found, probed = oracle.ask_both(question, probe, fresh=request.fresh)
-    return _kept(checkpoint, found), None if probed is None else _kept(checkpoint, probed)
-
-
 def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     # A kept answer may have been made from the same weights under another name: the name that was
     # asked for now is shown.
@@ -147,7 +162,7 @@ def _kept(checkpoint: Checkpoint, found: oracle.Answer) -> Answer:
     return _answer(checkpoint, found.folder, replace(found.manifest, **asked), found.made)
 
 
-def _given(request: Request, folder: Path) -> Answers:
+def given(request: Request, folder: Path) -> Answers:
     """A folder made elsewhere decides everything; what the request says beside it must agree."""
     say(f"oracle: reading {folder}")
     manifest = run_folder.read_manifest(folder)
@@ -160,7 +175,7 @@ def _given(request: Request, folder: Path) -> Answers:
     )
     if request.engine == "port":
         require_llama(checkpoint)
-    _require_fits(request.cache, checkpoint)
+    _require_fits(request, checkpoint)
     if manifest.fingerprint != checkpoint.fingerprint:
         found, expected = manifest.fingerprint[:16], checkpoint.fingerprint[:16]
         what = f"made with weights {found}, but {checkpoint.source} holds {expected}"
@@ -174,11 +189,15 @@ def _given(request: Request, folder: Path) -> Answers:
     return Answers((_answer(checkpoint, folder, manifest, None),), probe)
 
 
-def _require_fits(cache: Kind | None, checkpoint: Checkpoint) -> None:
-    """Refuses a cache that no head of the model fits, before the oracle is asked."""
+def _require_fits(request: Request, checkpoint: Checkpoint) -> None:
+    """Refuses a cache that no head of the model fits, and ranks that its heads do not divide by,
+    before the oracle is asked.
+    """
     heads = heads_of(checkpoint.config)
-    if cache is not None and heads:
-        kinds.require(cache, heads[1])
+    if request.cache is not None and heads:
+        kinds.require(request.cache, heads[1])
+    if size := request.shared_by:
+        require_splits(checkpoint, size)
 
 
 def _require_texts(checkpoint: Checkpoint, manifest: run_folder.Manifest, where: Path) -> None:

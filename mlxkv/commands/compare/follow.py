@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.compare.ask import Answers, Request
-from mlxkv.engines import machine, own, process
+from mlxkv.commands.compare.ask import Answer, Answers, Request
+from mlxkv.engines import lanes, machine, own, process
 from mlxkv.engines.job import Job, longest_first, repeated
 from mlxkv.engines.kinds import Kind
+from mlxkv.engines.lanes import Lane, Room
 from mlxkv.engines.process import Finished
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from oracle.formats import trace
+from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, fewer_prefixes
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import Checkpoint
@@ -25,18 +27,23 @@ _SHARED = ("probe-full", "probe-chunked")
 """The probe's plans, which begin with the same tokens. In float64 they are computed once: on two
 cores that lane ends last, and on SmolLM2, in seconds of CPU time of one thread, the judged plans
 take 8.4, the probe's full 2.3 and its chunked 3.5, of which its first call is most."""
+_LANES = ("port", "port float64")
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Whose model is judged: its name, the module of its process, of a person's own the
-    FILE.py:function, and the cache that it runs on if not its usual one.
+    FILE.py:function, the cache that it runs on if not its usual one, and where: on a device, and in
+    `ranks` processes, or on the hosts in `hostfile`, that share the model.
     """
 
     name: str
     module: str
     source: str = ""
     cache: Kind | None = None
+    device: str = "auto"
+    ranks: int = 0
+    hostfile: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,53 +98,101 @@ class Runs:
 def find(request: Request) -> Engine:
     """The engine that a request names; a Refusal where it could not run here."""
     machine.require_device(request.device)
+    _require_ranks(request)
+    hosts = str(request.hostfile.absolute()) if request.hostfile else ""
+    where: dict[str, Any] = {"device": request.device, "hostfile": hosts}
+    where["ranks"] = request.ranks or 0
     if request.engine == "port":
-        return Engine("port", process.PORT)
+        return Engine("port", process.PORT, **where)
     if request.engine != "mlx-lm":
         source = own.find(request.engine)
-        return Engine(source.name, process.OWN, f"{source.file}:{source.function}")
+        return Engine(source.name, process.OWN, f"{source.file}:{source.function}", **where)
     machine.require_mlx_lm()
     if (cache := request.cache) is None:
-        return Engine("mlx-lm", process.MLX_LM)
-    return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache)
+        return Engine("mlx-lm", process.MLX_LM, **where)
+    return Engine(f"mlx-lm with {cache.name}", process.MLX_LM, cache=cache, **where)
+
+
+def _require_ranks(request: Request) -> None:
+    """Refuses what cannot be run on several ranks."""
+    if not request.shared_by:
+        return
+    if request.ranks and request.hostfile:
+        what = "expected one of them, as a hostfile has a host for each rank"
+        raise Refusal(what, where="--ranks and --hostfile", remedy="leave one out")
+    if request.engine not in ("port", "mlx-lm"):
+        what = f"{request.engine} is not known to have shard(group), expected port or mlx-lm"
+        raise Refusal(what, where="--ranks", remedy="judge it in one process")
 
 
 @contextmanager
-def follow(engine: Engine, answers: Answers, device: str) -> Iterator[tuple[Runs, ...]]:
+def follow(engine: Engine, answers: Answers) -> Iterator[tuple[Runs, ...]]:
     """The engine's runs over each answer's plans; its weights are loaded once for all of them.
 
-    The traces are removed when the block ends.
+    The traces are removed when the block ends, or if it breaks off, kept for the next run.
     """
-    with process.scratch() as room:
-        jobs = _jobs(engine, answers, room / "run", device)
-        with ExitStack() as stack:
-            # The second says nothing unless it fails.
-            running = {
-                name: stack.enter_context(job.begin(engine.module, aside=name != engine.name))
-                for name, job in jobs.items()
-            }
-            took = {name: job.end(running[name]) for name, job in jobs.items()}
-        yield _runs(engine, answers, list(jobs.values()), took)
+    with lanes.room() as room:
+        yield followed(engine, answers, room)
+
+
+def followed(
+    engine: Engine,
+    answers: Answers,
+    room: Room,
+    *,
+    part: str = "",
+    probe: Probe | None = None,
+) -> tuple[Runs, ...]:
+    """The runs over each answer's plans, whose traces lie in the room; `probe` was followed before.
+
+    `part` tells the folders of several from one another.
+    """
+    found = lanes_of(engine, answers, room.folder, part=part)
+    took = lanes.follow(found, room)
+    jobs = [lane.job for lane in found.values()]
+    return _runs(engine, answers, jobs, took, probe)
+
+
+def probed(engine: Engine, answers: Answers, room: Room) -> Probe | None:
+    """The runs over the probe alone; None where there is none."""
+    if answers.probe is None:
+        return None
+    found = lanes_of(engine, Answers((), answers.probe), room.folder, part="-probe")
+    lanes.follow(found, room)
+    return _probe(answers.probe, [lane.job for lane in found.values()], _name(engine))
+
+
+def _name(engine: Engine) -> str | None:
+    """What the engine's traces are said to be of, if not what they say."""
+    return engine.name if engine.cache is not None else None
+
+
+def _probe(answer: Answer, jobs: Sequence[Job], named: str | None) -> Probe:
+    plans = _named([answer.plans], "probe-")[0]
+    arithmetic, *algebra = (_traces(job, plans, named) for job in jobs)
+    return Probe(answer.case, arithmetic, algebra[0] if algebra else ())
 
 
 def _runs(
-    engine: Engine, answers: Answers, jobs: Sequence[Job], took: dict[str, Finished]
+    engine: Engine,
+    answers: Answers,
+    jobs: Sequence[Job],
+    took: Mapping[str, Finished | None],
+    probe: Probe | None,
 ) -> tuple[Runs, ...]:
     """What the jobs left, sequence by sequence; the second job is the port's in float64."""
-    plans = _plans(answers)
-    named = engine.name if engine.cache is not None else None
-    lanes = [[_traces(job, some, named) for some in plans] for job in jobs]
-    arithmetic, algebra = lanes[0], lanes[1] if len(jobs) > 1 else [()] * len(plans)
-    probe = None
+    plans, named = _named([of.plans for of in answers.each]), _name(engine)
+    each = [[_traces(job, some, named) for some in plans] for job in jobs]
+    algebra = each[1] if len(jobs) > 1 else [()] * len(plans)
     if answers.probe is not None:
-        probe = Probe(answers.probe.case, arithmetic[-1], algebra[-1])
+        probe = _probe(answers.probe, jobs, named)
     return tuple(
         Runs(
             engine=engine.name,
             folder=answer.folder,
             case=answer.case,
             checkpoint=answer.checkpoint,
-            arithmetic=arithmetic[i],
+            arithmetic=each[0][i],
             algebra=algebra[i],
             repeats=_repeats(jobs[0], plans[i], named),
             probe=probe,
@@ -148,54 +203,78 @@ def _runs(
     )
 
 
-def _jobs(engine: Engine, answers: Answers, out: Path, device: str) -> dict[str, Job]:
-    """The engine's in the run's dtype, and the port's in float64 too.
+def lanes_of(engine: Engine, answers: Answers, out: Path, *, part: str = "") -> dict[str, Lane]:
+    """The lanes over answers' plans, by the names that `took` gives them; see `of_plans`."""
+    first = (*answers.each, *([answers.probe] if answers.probe else []))[0]
+    plans = [of.plans for of in answers.each]
+    probe = answers.probe.plans if answers.probe is not None else ()
+    dtype = first.case.manifest.dtype
+    return of_plans(engine, first.checkpoint, plans, probe, out, dtype, part=part)
+
+
+def of_plans(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    each: Sequence[Sequence[Plan]],
+    probe: Sequence[Plan],
+    out: Path,
+    dtype: str,
+    *,
+    part: str = "",
+) -> dict[str, Lane]:
+    """The engine's lane in the run's dtype, and the port's in float64 too.
 
     Of another's model float64 would prove nothing: MLX's own functions, which it may call, are only
-    float32-accurate. The port's two run side by side: one thread does nearly as much as two where
-    memory is the limit, and a GPU is not in the CPU's way.
+    float32-accurate. The port's two share the cores where they run side by side: one thread does
+    nearly as much as two where memory is the limit, and a GPU is not in the CPU's way. In float64
+    it runs in one process, as what it proves of the arithmetic is the same on every rank.
     """
-    first, sequences = answers.each[0], _plans(answers)
-    dtype, checkpoint = first.case.manifest.dtype, first.checkpoint
-    judged = [[plan for plan, _ in some] for some in sequences[: len(answers.each)]]
-    asked = [plan for some in sequences for plan, _ in some]
+    judged = [[plan for plan, _ in some] for some in _named(each)]
+    asked = [plan for some in judged for plan in some]
+    asked += [plan for plan, _ in _named([probe], "probe-")[0]]
     one = Job.on(
         checkpoint,
         asked,
-        out,
+        out / f"run{part}",
         dtype=dtype,
-        device=device,
+        device=engine.device,
+        ranks=engine.ranks,
+        hostfile=engine.hostfile,
         custom=engine.source,
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
         repeat=tuple(repeated(plans).name for plans in judged),
     )
     if engine.name != "port":
-        return {engine.name: one}
-    one = replace(one, threads=max(1, (os.cpu_count() or 1) // 2))
+        return {engine.name: Lane(one, engine.module, checkpoint)}
     exact = replace(
         one,
         plans=longest_first(map(fewer_prefixes, one.plans)),
         shared=_SHARED,
-        out=out.with_name("float64"),
+        out=out / f"float64{part}",
         dtype="float64",
         device="cpu",
         repeat=(),
+        ranks=0,
+        hostfile="",
     )
-    return {"port": one, "port float64": exact}
+    jobs = zip(_LANES, (one, exact), strict=True)
+    found = {name: Lane(job, engine.module, checkpoint) for name, job in jobs}
+    if not lanes.beside(found):
+        return found
+    half = max(1, (os.cpu_count() or 1) // 2)
+    return {name: replace(of, job=replace(of.job, threads=half)) for name, of in found.items()}
 
 
 _Named = tuple[Plan, str]
 """A plan under the name that it has in a job, which becomes a file's, and its own name."""
 
 
-def _plans(answers: Answers) -> list[list[_Named]]:
-    """The plans of each sequence, and of the probe last."""
-    several = len(answers.each) > 1
-    found = {f"{i}-" if several else "": of.plans for i, of in enumerate(answers.each)}
-    found |= {"probe-": answers.probe.plans} if answers.probe is not None else {}
+def _named(each: Sequence[Sequence[Plan]], prefix: str = "") -> list[list[_Named]]:
+    """The plans of each sequence, by names that differ; with `prefix` those of one."""
+    fronts = [prefix] if len(each) == 1 else [f"{i}-" for i in range(len(each))]
     return [
-        [(replace(plan, name=f"{prefix}{plan.name}"), plan.name) for plan in plans]
-        for prefix, plans in found.items()
+        [(replace(plan, name=f"{front}{plan.name}"), plan.name) for plan in plans]
+        for front, plans in zip(fronts, each, strict=True)
     ]
 
 

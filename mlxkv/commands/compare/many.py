@@ -2,78 +2,181 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlxkv.commands.compare import overview, page, prompts
 from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.batches import batches
+from mlxkv.commands.compare.follow import Runs
 from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.commands.compare.run import judged, run
+from mlxkv.engines import memory
+from mlxkv.engines.process import Finished
 from mlxkv.engines.progress import steps
 from mlxkv.judge.many import Prompts
+from mlxkv.judge.result import Verdict, plain
+from mlxkv.report import plots
+from mlxkv.report.phrases import Side
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
+from oracle.formats import disk
 from oracle.model.checkpoint import resolve
+
+LINE = "mlxkv-prompt/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What stays of one prompt once its traces are gone: its verdict and its report's files.
+
+    `model` and `environments` are what it ran on, `took` what each process took that it shared with
+    others.
+    """
+
+    name: str
+    verdict: Verdict
+    files: dict[str, str]
+    sides: tuple[Side, ...]
+    model: str
+    environments: dict[str, dict[str, Any]]
+    took: dict[str, Finished | None]
+
+    def line(self) -> str:
+        """One line of JSON: the outcome, and the gate that is nearest to its limit or farthest
+        beyond; `ratio` is value over limit.
+        """
+        worst = max(self.verdict.worst, key=lambda gate: gate.badness, default=None)
+        value = {
+            "format": LINE,
+            "name": self.name,
+            "outcome": self.verdict.outcome,
+            "tokens": len(self.verdict.subject.tokens),
+            "gate": worst and worst.name,
+            "plan": worst and worst.plan,
+            "ratio": worst and worst.badness,
+            "took": self.took,
+        }
+        return json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The verdict on all prompts, and each prompt's comparison, by name."""
+    """The verdict on all prompts, and what stays of each, by name."""
 
     prompts: Prompts
-    compared: Mapping[str, Compared]
+    judged: Mapping[str, Judged]
 
     @property
-    def first(self) -> Compared:
+    def first(self) -> Judged:
         """The first, whose engine and machine are those of all."""
-        return next(iter(self.compared.values()))
+        return next(iter(self.judged.values()))
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-prompts/1`, with the environment of all."""
-        return self.prompts.to_json() | {"environment": self.first.runs.environments}
+        return self.prompts.to_json() | {"environment": self.first.environments}
 
     def files(self, *, commands: Sequence[str]) -> dict[str, str]:
         """Every prompt's in its folder, and the overview last, as it links to them."""
         found = {
             f"{name}/{file}": text
-            for name, one in self.compared.items()
-            for file, text in page.files(one, commands=commands).items()
+            for name, one in self.judged.items()
+            for file, text in one.files.items()
         }
+        sides, svg = self.first.sides, "compare.svg"
+        found[svg] = overview.picture(self.prompts)
         found["compare.json"] = pretty(self.to_json())
-        sides = self.first.sides
-        found["compare.md"] = overview.markdown(self.prompts, sides=sides, commands=commands)
-        return found
+        page = overview.markdown(self.prompts, sides=sides, commands=commands, svg=svg)
+        return found | {"compare.md": page}
 
 
-def report(request: Request, source: str, *, out: Path, command: str) -> Report:
-    """Runs and judges each prompt of a file, or the built-in ones: a report of each, one of all."""
-    found = compare(request, prompts.named(source))
+def report(
+    request: Request, source: str, *, out: Path, command: str, lines: Path | None = None
+) -> Report:
+    """Runs and judges each prompt of a file, or the built-in ones: a report of each, one of all.
+
+    A line of JSON for each goes into the file `lines` as soon as it is judged.
+    """
+    with _written(lines) as write:
+        commands, given = [command], prompts.named(source)
+        found = compare(request, given, commands=commands, each=lambda one: write(one.line()))
     where, sides = str(out / "compare.md"), found.first.sides
     text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
-    took = {"took": {name: one.runs.took for name, one in found.compared.items()}}
-    files = found.files(commands=[command])
+    took: dict[str, Any] = {"took": {name: one.took for name, one in found.judged.items()}}
+    took["together_bytes"] = memory.together()
+    files = found.files(commands=commands)
     return Report(files, text, pretty(found.to_json() | took), found.prompts.exit_code)
 
 
-def compare(request: Request, given: Sequence[Prompt]) -> Overview:
-    requests = [
-        replace(request, name=p.name, prompt=p.prompt or None, tokens=p.tokens or None)
-        for p in given
-    ]
-    requests = [
-        replace(one, steps=p.steps or one.steps) for one, p in zip(requests, given, strict=True)
-    ]
-    with run(requests) as runs:
+@contextmanager
+def _written(path: Path | None) -> Iterator[Callable[[str], object]]:
+    """What writes a line into the file, to be read at once; it is emptied first."""
+    if path is None:
+        yield lambda _: None
+        return
+    with disk.writing(path), path.open("w", encoding="utf-8", buffering=1) as file:
+        yield file.write
+
+
+def compare(
+    request: Request,
+    given: Sequence[Prompt],
+    *,
+    commands: Sequence[str],
+    each: Callable[[Judged], object] = lambda _: None,
+) -> Overview:
+    """Judges the prompts, and shows `each` as it is judged; `commands` stand in their reports."""
+
+    def judge(name: str, runs: Runs, longest: bool) -> Judged:
         # What the longest cannot show, the others hardly do; the oracle takes seconds for each.
-        longest = max(runs, key=lambda one: one.case.length)
-        compared = {
-            p.name: judged(one, unseen=one is longest) for p, one in zip(given, runs, strict=True)
-        }
-    return Overview(Prompts({name: one.verdict for name, one in compared.items()}), compared)
+        compared = judged(runs, unseen=longest)
+        files = page.files(compared, commands=commands)
+        return _judged(name, compared, files)
+
+    plots.load_aside()
+    found = dict[str, Judged]()
+    with closing(batches(_requests(request, given), judge, kind=Judged, about=commands)) as made:
+        for one in made:
+            found[one.name] = one
+            each(one)
+    return Overview(Prompts({name: one.verdict for name, one in found.items()}), found)
+
+
+def requests(request: Request, source: str) -> list[Request]:
+    """Of each prompt of a file, or of the built-in ones, what is asked."""
+    return _requests(request, prompts.named(source))
+
+
+def _requests(request: Request, given: Sequence[Prompt]) -> list[Request]:
+    return [
+        replace(
+            request,
+            name=one.name,
+            prompt=one.prompt or None,
+            tokens=one.tokens or None,
+            steps=one.steps or request.steps,
+        )
+        for one in given
+    ]
+
+
+def _judged(name: str, compared: Compared, files: dict[str, str]) -> Judged:
+    runs = compared.runs
+    return Judged(
+        name=name,
+        verdict=compared.verdict,
+        files=files,
+        sides=compared.sides,
+        model=runs.case.manifest.name,
+        environments=runs.environments,
+        took=runs.took,
+    )
 
 
 def long(request: Request) -> Compared:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import GateName, Verdict
+from mlxkv.report import plots
 from mlxkv.report.page import not_exercised
 from mlxkv.report.phrases import Side, sentence, unseen
-from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side, wrapped
+from mlxkv.report.text import columns, gate_cells, markdown_table, several, side_by_side, wrapped
 
 _GATES = {
     GateName.SIGMA: "sigma",
@@ -42,7 +45,28 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]) -> str:
+def picture(prompts: Prompts) -> str:
+    """Each prompt's sigma against its limit, the worst prompt first.
+
+    That of its own plans: the probe is the same beside every prompt.
+    """
+    about = prompts.verdicts[prompts.worst].subject
+    values = {name: _sigma(prompts.verdicts[name]) for name in prompts.worst_first}
+    title = f"{about.model}, {about.dtype}: {several(len(values), 'prompt')}"
+    return plots.worst_first(values, limit=SIGMA, title=title)
+
+
+def _sigma(verdict: Verdict) -> float:
+    """NaN where it was not measured."""
+    own = [
+        gate.value
+        for gate in verdict.gates
+        if gate.name == GateName.SIGMA and gate.ran and not gate.plan.startswith("probe ")
+    ]
+    return max(own, key=lambda value: (math.isnan(value), value), default=math.nan)
+
+
+def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str], svg: str) -> str:
     """The overview; each prompt's own report is in the folder of its name."""
     about, n = prompts.verdicts[prompts.worst].subject, len(prompts.verdicts)
     rows = [
@@ -58,6 +82,7 @@ def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str]
         [f"**{sentence_on_all(prompts)}**"],
         [how],
         ["## Prompts", "", *markdown_table((*_HEAD, "all of it"), rows, left={0, 6, 7})],
+        [f"![Sigma of each prompt, the worst first]({svg})"],
         not_exercised(prompts.longest),
         ["## Environment", "", *side_by_side([(one.title, one.rows) for one in sides])],
         ["## Reproduce", "", "```sh", *commands, "```"],

@@ -12,6 +12,7 @@ from mlxkv.commands.compare.ask import Request, ask
 from mlxkv.commands.compare.follow import Runs, find, follow
 from mlxkv.commands.compare.page import Compared
 from mlxkv.commands.compare.suspects import Suspects
+from mlxkv.engines import memory
 from mlxkv.judge.admission import trace_reasons
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.delta import three_way
@@ -31,6 +32,7 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
         compared = judged(runs, third)
     files, text = page.files(compared, commands=[command]), page.console(compared, out)
     value = page.to_json(compared) | {"took": compared.runs.took}
+    value["together_bytes"] = memory.together()
     return Report(files, text, pretty(value), compared.exit_code)
 
 
@@ -43,7 +45,7 @@ def run(requests: Sequence[Request]) -> Iterator[tuple[Runs, ...]]:
     engine = find(requests[0])
     answers = ask(requests)
     plots.load_aside()
-    with follow(engine, answers, requests[0].device) as runs:
+    with follow(engine, answers) as runs:
         yield runs
 
 

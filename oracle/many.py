@@ -1,0 +1,147 @@
+"""Many questions about one model: read from a file, estimated, and answered by one process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from oracle import folder
+from oracle.formats import questions
+from oracle.formats.errors import Refusal
+from oracle.formats.progress import Note, Progress, silent
+from oracle.formats.questions import Asked, Estimate, One
+from oracle.model import measured, tokenizer
+from oracle.model.cache_folder import cache_dir
+from oracle.question import IMPORTS, Question, ask, rough
+
+_PROCESS = 400e6
+"""Bytes of a process with torch and transformers that has computed nothing."""
+_LEAST_CONVERTED = 10**9  # bytes: smaller ones are converted in memory (`oracle.pool.converted`)
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> Iterator[Path]:
+    """Answers the questions of a file; each folder's path as soon as it is there."""
+    given = questions.read(path)
+    asked = _questions(given, progress=progress, note=note)
+    expected = _estimate(asked)
+    note(_line(asked, expected))
+    begun = time.perf_counter()
+    yield from folder.many(asked, force=True, progress=progress, note=note)
+    plain = IMPORTS + sum(one.seconds() for one in asked.values())
+    measured.remember(_key(asked), plain, time.perf_counter() - begun)
+
+
+def estimate(path: Path) -> str:
+    """What the questions of a file would take, as JSON; nothing is computed."""
+    return questions.estimate_json(_estimate(_questions(questions.read(path))))
+
+
+def _questions(
+    given: Asked, *, progress: Progress = silent, note: Note = silent
+) -> dict[Path, Question]:
+    """The questions by the folders for their answers; the model is opened once."""
+    base = ask(
+        given.model,
+        tokens=[0],
+        steps=0,
+        dtype=given.dtype,
+        threads=given.threads,
+        revision=given.revision,
+        ignore_keys=given.ignore_keys,
+        progress=progress,
+        note=note,
+    )
+    return {Path(one.out).absolute(): _question(base, one) for one in given.questions}
+
+
+def _question(base: Question, one: One) -> Question:
+    if one.probe:
+        return base.probed()
+    ids = list(one.tokens) if one.tokens is not None else _encoded(base, one.prompt or "")
+    most = base.config.max_positions
+    tokenizer.check_ids(ids, vocab_size=base.config.vocab_size, max_positions=most)
+    found = replace(
+        base,
+        prompt=one.prompt,
+        tokens=tuple(ids),
+        prompt_tokens=one.prompt_tokens or len(ids),
+        steps=one.steps,
+        chunks=one.chunks,
+        taps=one.taps,
+        all_rows=one.all_rows,
+    )
+    found.check()
+    return found
+
+
+def _encoded(base: Question, prompt: str) -> list[int]:
+    if base.tokenizer is None:
+        what = "no tokenizer.json, expected one for a prompt of text"
+        raise Refusal(what, where=base.checkpoint.folder, remedy="give token ids")
+    return base.tokenizer.encode(prompt)
+
+
+def _estimate(asked: Mapping[Path, Question]) -> Estimate:
+    some = list(asked.values())
+    plain, key = IMPORTS + sum(one.seconds() for one in some), _key(asked)
+    converted = _converted(some[0])
+    return Estimate(
+        seconds=measured.corrected(key, plain),
+        memory_bytes=round(max(map(_memory, some))),
+        disk_bytes=round(sum(one.disk_bytes() for one in some)) + converted,
+        converted_bytes=converted,
+        measured=measured.known(key),
+        plans=[list(one.plans([0] * one.steps).values()) for one in some],
+    )
+
+
+def _key(asked: Mapping[Path, Question]) -> str:
+    """Under what the speed of such answers is remembered."""
+    first = next(iter(asked.values()))
+    parameters = first.checkpoint.parameters
+    return measured.key("oracle", first.dtype, first.threads, parameters=parameters)
+
+
+def _line(asked: Mapping[Path, Question], expected: Estimate) -> str:
+    """About what all will take, as the oracle says it before it begins."""
+    first, *others = asked.values()
+    if len(others) < 2:
+        what = first.named if not others else f"{first.named} and {others[0].named}"
+    else:
+        what = f"{len(asked)} sequences"
+    disk = rough(expected.disk_bytes / 1e6)
+    return f"oracle: {what}, about {rough(expected.seconds)} s and {disk} MB on disk"
+
+
+def _memory(one: Question) -> float:
+    """About the bytes that are no file's: two of the largest layer's weights in float64, and the
+    rows, keys and values of two runs.
+    """
+    layers: dict[str, int] = {}
+    for name, shape in one.config.shapes().items():
+        if ".layers." in name:
+            layer = name.split(".layers.")[1].split(".")[0]
+            layers[layer] = layers.get(layer, 0) + math.prod(shape)
+    runs = len(one.members(one.plans([0] * one.steps))) + 2
+    return _PROCESS + 16 * max(layers.values(), default=0) + 2 * one.disk_bytes() / runs
+
+
+def _converted(one: Question) -> int:
+    """Bytes of the weights that are kept in the run's dtype, if they are to be made first.
+
+    Those are the ones that the files hold in another dtype, if they are large enough.
+    """
+    checkpoint, stored = one.checkpoint, _STORED[one.dtype]
+    odd = [
+        math.prod(shape)
+        for name, shape in checkpoint.weights.items()
+        if name in checkpoint.packed or checkpoint.tensors[name].dtype != stored
+    ]
+    size = sum(odd) * (4 if one.dtype == "float32" else 2)
+    kept = cache_dir() / "converted"
+    there = kept.is_dir() and any(kept.glob(f"{checkpoint.fingerprint}-{one.dtype}*"))
+    return 0 if size < _LEAST_CONVERTED or there else size

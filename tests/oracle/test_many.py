@@ -1,0 +1,62 @@
+"""`mlxkv-oracle many`: a file of questions, what they would take, and a folder for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+from command import oracle, refused
+
+from oracle.formats import questions
+from oracle.formats.questions import Asked, One
+from oracle.formats.run_folder import read_manifest, read_plans
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.make(tmp_path_factory.mktemp("model") / "gqa")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which nothing was measured yet."""
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+
+
+def written(folder: Path, model: Path, *asked: One) -> Path:
+    path = folder / "questions.json"
+    questions.write(path, Asked(str(model), "float32", 2, asked))
+    return path
+
+
+def test_an_estimate_has_the_plans_and_leaves_no_folder(model: Path, tmp_path: Path) -> None:
+    one = One(str(tmp_path / "a"), tokens=(3, 7, 11), steps=2)
+    path = written(tmp_path, model, one, One(str(tmp_path / "p"), probe=True))
+    done = oracle("many", path, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "estimate.json").write_text(done.stdout)
+    found = questions.read_estimate(tmp_path / "estimate.json")
+    assert found.seconds > 0 < found.disk_bytes
+    assert (found.converted_bytes, found.measured) == (0, False)
+    assert not (tmp_path / "a").exists()
+    done = oracle("many", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "a"), str(tmp_path / "p")]
+    for name, plans in zip("ap", found.plans, strict=True):
+        made = read_plans(tmp_path / name, read_manifest(tmp_path / name))
+        fed = {plan.name: [call.fed for call in plan.calls()] for plan in plans}
+        assert fed == {name: [call.fed for call in plan.calls()] for name, plan in made.items()}
+    assert read_manifest(tmp_path / "p").probe
+
+
+def test_a_file_that_will_not_do_is_refused_by_its_key(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "questions.json"
+    path.write_text('{"format": "mlxkv-questions/1", "model": "x", "dtype": "float32"}')
+    refused(oracle("many", path), str(path), "threads")
+    path.write_text('{"format": "mlxkv-questions/2"}')
+    refused(oracle("many", path), "expected 'mlxkv-questions/1'")
+    ids = written(tmp_path, model, One(str(tmp_path / "a"), tokens=(10**6,)))
+    refused(oracle("many", ids), "id 1000000 at place 0")
+    text = written(tmp_path, model, One(str(tmp_path / "a"), prompt="x"))
+    refused(oracle("many", text), "no tokenizer.json")
