@@ -145,7 +145,7 @@ def test_a_fault_in_one_row_s_logits_is_found_or_the_sample_is_said() -> None:
             assert (verdict.outcome, verdict.first_wrong.position) == ("differ", at)
         else:
             missed += 1
-            assert f"{len(kept)} of 300 rows compared" in phrases.sentence(verdict)
+        assert f"{len(kept)} of 300 rows compared" in phrases.sentence(verdict)
     assert 8 < missed < 36
 
 
