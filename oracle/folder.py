@@ -145,9 +145,14 @@ def many(
             continue
         yield out
     if refused:
-        first = refused[0]
-        what = f"{first.what} ({len(refused)} of {len(questions)} questions were refused)"
-        raise Refusal(what, where=first.where, remedy=first.remedy)
+        raise _all_of(refused, len(questions))
+
+
+def _all_of(refused: Sequence[Refusal], of: int) -> Refusal:
+    """The Refusal that speaks of several."""
+    first = refused[0]
+    what = f"{first.what} ({len(refused)} of {of} questions were refused)"
+    return Refusal(what, where=first.where, remedy=first.remedy)
 
 
 def _check_one_model(questions: Mapping[Path, Question]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxkv.engines.estimate import HEAD, STATES
 from mlxkv.engines.job import Job
 from mlxkv.engines.port import Begun, PortRunner, facts
 from mlxkv.engines.progress import bar
@@ -29,11 +30,6 @@ from oracle.formats.plan import Call, New, Plan
 from oracle.formats.tensors import Shapes, Writer
 from oracle.formats.trace import CACHES, Meta, writer
 
-HEAD = 2**20
-"""Numbers of the head that are in float64 at once, 8 MB."""
-STATES = 2**27
-"""Numbers of hidden states that are kept between two layers, 1 GB; plans that have more in all are
-followed in groups, each of which has the weights converted once more."""
 TRACES = 200
 """Traces that are written at once. Each has two mapped arrays a layer, and Linux allows a process
 65,530 maps."""
@@ -256,6 +252,7 @@ def _head(filling: Filling, walks: Sequence[tuple[Walk, Meta, Writer]]) -> None:
         weight = filling.rows(EMBEDDING if c.tie_word_embeddings else "lm_head.weight", ids)
         for walk, _, out in walks:
             walk.head(weight, ids, out)
+        del weight  # before the next
 
 
 def _facts(cache: Cache) -> dict[str, int]:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-import mlxkv
 from mlxkv.engines import estimate, kinds, machine, process
 from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished, Process
@@ -31,6 +30,7 @@ from oracle.model import measured
 from oracle.model.cache_folder import cache_dir, in_use
 from oracle.model.checkpoint import Checkpoint
 
+_OURS = Path(__file__).parents[1]  # this package
 _READ = ("MLX_", "MLXKV_BLAS", "OMP_", "OPENBLAS_", "BLIS_", "MKL_")  # by MLX or a BLAS
 KEPT_DAYS = 7
 """Days after which what a broken-off run left is removed: nobody resumes it then."""
@@ -79,7 +79,7 @@ class Lane:
             "host": machine.host(),
             "libraries": machine.libraries(),
             "environment": {n: of for n, of in os.environ.items() if n.startswith(_READ)},
-            "sources": [run_folder.sources(), run_folder.sources(Path(mlxkv.__file__).parent)],
+            "sources": [run_folder.sources(), run_folder.sources(_OURS)],
         }
         return hashlib.sha256(strict_json.encode(value).encode()).hexdigest()[:32]
 

@@ -235,11 +235,12 @@ def follow(job: Job, ranks: Ranks | None = None) -> None:
         version=machine.version("mlxkv"),
         probes=probe() if job.dtype == "float64" else {},
     )
-    kind = PortRunner if ranks is None else ranks.runner(PortRunner)
-    _follow(job, filling, meta, kind)
+    follow_on(job, filling, meta, PortRunner if ranks is None else ranks.runner(PortRunner))
 
 
-def _follow(job: Job, filling: Filling, meta: Meta, kind: type[PortRunner]) -> None:
+def follow_on(
+    job: Job, filling: Filling, meta: Meta, kind: type[PortRunner] = PortRunner
+) -> None:
     """As float64 allows all plans at once, as taps are asked for, or plan by plan."""
     from mlxkv.engines import exact, recorder
 

@@ -33,7 +33,7 @@ from oracle.model.checkpoint import Checkpoint, require_llama, resolve
 from oracle.truth import llama
 from oracle.truth.config import Config, checked
 from oracle.truth.mistakes import Change, Spans, Suspect, View, in_calls, usual
-from oracle.truth.weights import EMBEDDING, NORM, Weights
+from oracle.truth.weights import EMBEDDING, HEAD_BLOCK, NORM, Weights, row_blocks
 
 FORMAT = "mlxkv-suspects/2"
 ARRAYS = "suspects.safetensors"
@@ -264,27 +264,52 @@ def _apart(mine: Tensor, its: Array, n: int) -> Array:
 def _logits(weights: Weights, rows: Rows, hidden: Tensor, right: Trace) -> dict[str, Array]:
     """The errors of the logits, each (S, n), and the sampled ones."""
     n, R, V = rows.n, len(hidden), right.logits.shape[1]
-    sampled = columns(V)
-    true = torch.from_numpy(right.logits[:n].copy())
-    errors = {name: torch.empty(R, dtype=torch.float64) for name in ("rms", "shift", "peak")}
-    sample = torch.empty(R, len(sampled), dtype=torch.float32)
+    errors = Spread(R)
+    sample = torch.empty(R, min(V, COLUMNS), dtype=torch.float32)
+    sampled = torch.from_numpy(columns(V))
     for name in sorted({s.head for s in rows.suspects}):
-        head = weights(name)
         its = torch.tensor([s.head == name for s in rows.suspects]).repeat_interleave(n)
-        for (change,), at in rows.alike(name):
-            changed = _changed(change, name, head)
-            mine, step = at[its[at]], max(1, _BLOCK // V)
-            for start in range(0, len(mine), step):
-                block = mine[start : start + step]
-                logits = hidden[block] @ changed.T
-                sample[block] = logits[:, sampled].to(torch.float32)
-                e = logits - true[block % n]
-                errors["shift"][block] = shift = e.mean(1)
-                e -= shift[:, None]
-                errors["rms"][block] = e.square().mean(1).sqrt()
-                errors["peak"][block] = e.abs().amax(1)
-    found = {name: of.view(-1, n).numpy() for name, of in errors.items()}
+        for part in row_blocks(V, rows.config.hidden, HEAD_BLOCK):
+            head = weights(name, rows=part)
+            true = torch.from_numpy(right.logits[:n, part].copy())
+            kept = (sampled >= part.start) & (sampled < part.stop)
+            for (change,), at in rows.alike(name):
+                changed = _changed(change, name, head)
+                for block in torch.split(at[its[at]], max(1, _BLOCK // len(head))):
+                    logits = hidden[block] @ changed.T
+                    of = sampled[kept] - part.start
+                    sample[block[:, None], kept.nonzero()[:, 0]] = logits[:, of].to(torch.float32)
+                    errors.add(block, logits - true[block % n])
+    found = {name: of.view(-1, n).numpy() for name, of in errors.found().items()}
     return found | {"logits": sample.view(-1, n, len(sampled)).numpy()}
+
+
+class Spread:
+    """Mean, spread about it and largest distance from it of R rows that come in pieces.
+
+    Pieces are joined as Chan, Golub and LeVeque do (1979), so that nothing cancels.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._seen, self._mean, self._squares = torch.zeros(3, rows, dtype=torch.float64)
+        self._least = torch.full((rows,), math.inf, dtype=torch.float64)
+        self._most = -self._least
+
+    def add(self, rows: Tensor, e: Tensor) -> None:
+        """One more piece (r, m) of these rows."""
+        before, m = self._seen[rows], e.shape[1]
+        mean = e.mean(1)
+        apart, self._seen[rows] = mean - self._mean[rows], before + m
+        self._squares[rows] += (e - mean[:, None]).square().sum(1)
+        self._squares[rows] += apart.square() * before * m / (before + m)
+        self._mean[rows] += apart * m / (before + m)
+        self._least[rows] = torch.minimum(self._least[rows], e.amin(1))
+        self._most[rows] = torch.maximum(self._most[rows], e.amax(1))
+
+    def found(self) -> dict[str, Tensor]:
+        """`shift`, `rms` and `peak`, each (R,)."""
+        peak = torch.maximum(self._most - self._mean, self._mean - self._least)
+        return {"shift": self._mean, "rms": (self._squares / self._seen).sqrt(), "peak": peak}
 
 
 def columns(vocab: int) -> Array:

@@ -111,6 +111,7 @@ def test_a_person_reads_plans_processes_and_what_of_them_fits(
     assert ["probe", "full", "1", "64", "32"] in rows
     assert ["oracle", "-", "-", "-"] in rows
     assert "oracle: 2 of 2 answers kept" in lines
+    assert [line.split(":")[0] for line in lines[-3:]] == ["time", "memory", "disk"]
     monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
     apart = dry(tiny, tmp_path / "out", "--oracle", answer).stdout
     assert "one after the other, as they do not fit in half of 1 MB" in apart

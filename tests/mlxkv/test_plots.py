@@ -12,7 +12,7 @@ from synthetic import make_candidates, make_case, texts
 from mlxkv.judge.limits import WORST
 from mlxkv.judge.result import Curve
 from mlxkv.judge.verdict import judge
-from mlxkv.report.plots import error_by_position
+from mlxkv.report.plots import error_by_position, worst_first
 
 CASE = make_case()
 VERDICT = judge(CASE, make_candidates(CASE))
@@ -97,3 +97,15 @@ def test_matplotlib_is_loaded_only_for_a_plot_and_its_settings_are_left_alone() 
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.split("\n")[:2] == ["False", "[False, False, False] None"]
+
+
+def test_prompts_stand_in_the_order_given_and_what_has_no_number_is_said() -> None:
+    svg = worst_first({"b": 9.0, "a": 0.5, "c": float("nan")}, limit=8.0, title="3 prompts")
+    found = words(svg)
+    assert [word for word in found if word in "abc"] == ["b", "a", "c"]
+    for word in ("3 prompts", "limit, 8 floors", "within", "beyond", "no number"):
+        assert word in found
+    assert svg == worst_first({"b": 9.0, "a": 0.5, "c": float("nan")}, limit=8.0, title="3 prompts")
+    many = words(worst_first({f"p{i}": 0.0 for i in range(41)}, limit=8.0))
+    assert "p0" not in many
+    assert "prompts, the worst first" in many

@@ -127,7 +127,7 @@ def test_writing_them_again_changes_nothing(reports: Path) -> None:
     ]
     inside += [
         "prompts/compare.json",
-        "prompts/compare.md",
+        *("prompts/compare.md", "prompts/compare.svg"),
         *(f"prompts/short/{name}" for name in each),
     ]
     inside += ["selftest.json", "selftest.md"]

@@ -134,7 +134,7 @@ def test_a_fault_in_one_row_s_logits_is_found_or_the_sample_is_said() -> None:
     case, rng = synthetic(), np.random.default_rng(3)
     runs, kept = make_candidates(case), set(case.truth.positions.tolist())
     missed = 0
-    for at in rng.permutation(N)[:60].tolist():
+    for at in rng.permutation(N)[:40].tolist():
         plan = ("full", "step", "chunked", "mixed")[at % 4]
         wrong = dict(runs)
         if at in kept:
@@ -145,14 +145,14 @@ def test_a_fault_in_one_row_s_logits_is_found_or_the_sample_is_said() -> None:
             assert (verdict.outcome, verdict.first_wrong.position) == ("differ", at)
         else:
             missed += 1
-            assert f"{len(kept)} of 300 rows compared" in phrases.sentence(verdict)
-    assert 10 < missed < 50
+        assert f"{len(kept)} of 300 rows compared" in phrases.sentence(verdict)
+    assert 8 < missed < 36
 
 
 def test_a_fault_in_one_key_or_value_is_found_at_every_position() -> None:
     case, rng = synthetic(), np.random.default_rng(4)
     runs, names = make_candidates(case), cache_names()
-    for at in rng.permutation(N)[:30].tolist():
+    for at in rng.permutation(N)[:20].tolist():
         wrong = changed(runs["step"], names[at % len(names)], stale(at))
         verdict = judge(case, runs | {"step": wrong})
 
@@ -471,6 +471,6 @@ def test_a_fault_beyond_4096_is_found_by_the_sample(
         verdict = true_size.judged()
 
     kept = true_size.case.truth.positions
-    assert (len(kept), verdict.outcome) == (190, "differ")
+    assert (len(kept), verdict.outcome) == (193, "differ")
     assert verdict.first_wrong is not None
     assert start <= verdict.first_wrong.position <= kept[kept >= start][0]

@@ -25,6 +25,7 @@ from oracle.model.default import FOLDER
 HEX = "0123456789abcdef" * 2
 MODEL, GGUF = f"models/{FOLDER}", f"models/gguf-1-{HEX}"
 ANSWER, SUSPECTS, HASHES = f"oracle/{HEX}", f"suspects/{HEX}", f"fingerprints/{HEX}.json"
+WEIGHTS, LANE = f"converted/{HEX * 2}-bfloat16.safetensors", f"lanes/{HEX}"
 RUN, UNFINISHED = "runs/tmp01234567", f"oracle/.{HEX}.01234567.part"
 OURS = {MODEL: 700, GGUF: 600, ANSWER: 500, SUSPECTS: 400, HASHES: 300, RUN: 200, UNFINISHED: 100}
 """Each with its bytes and, which is the same number, its age in minutes."""
@@ -245,3 +246,27 @@ def test_an_empty_or_missing_cache_folder_is_no_error(
         f"total: 0 entries, 0 bytes (0 bytes) in {tmp_path / 'none'}\n",
     )
     assert not (tmp_path / "none").exists()
+
+
+def test_converted_weights_and_what_a_run_that_broke_off_had_finished_are_cleared(
+    cache: Path,
+) -> None:
+    for name in (WEIGHTS, f"converted/.{Path(WEIGHTS).name}.a_b1c2d3.part", f"{LANE}/x"):
+        (cache / name).parent.mkdir(exist_ok=True, parents=True)
+        (cache / name).write_bytes(b"x" * 10)
+    foreign = cache / "converted" / "mine.safetensors"
+    foreign.write_text("not ours")
+    entries = [e for e in listed()["entries"] if e["kind"] in ("converted", "lanes")]
+    assert sorted((e["kind"], e["about"], e["bytes"]) for e in entries) == [
+        ("converted", "weights in bfloat16", 10),
+        ("converted", "weights in bfloat16, left half written", 10),
+        ("lanes", "finished by a run that broke off", 10),
+    ]
+    handle = disk.held(cache / "converted")
+    done = mlxkv("store", "clear", "--kind", "converted", "--yes")
+    assert done.stdout.startswith(f"left: {WEIGHTS}") or "is in use" in done.stdout
+    assert (cache / WEIGHTS).exists()
+    os.close(handle)
+    done = mlxkv("store", "clear", "--kind", "converted", "--kind", "lanes", "--yes")
+    assert done.stdout.startswith("removed 3 of 3 entries, freed 30 bytes")
+    assert [path.name for path in (cache / "converted").iterdir()] == [foreign.name]

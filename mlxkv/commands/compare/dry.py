@@ -203,14 +203,12 @@ def _words(found: Dry) -> list[str]:
         lines.append(f"{' and '.join(one.name for one in engines)}: {how}, as they {fit} {whole}")
     if found.batches > 1:
         lines.append(f"the engine follows the prompts in {found.batches} batches")
-    by = (
-        "the last run on this machine"
-        if any(one.measured for one in (made, *engines))
-        else ("constants of two cores")
-    )
-    short = ", which is too little" if found.disk_bytes > found.free_bytes else ""
-    disk = f"{_size(found.disk_bytes)} of disk, of which {_size(found.free_bytes)} are free{short}"
-    lines.append(f"about {about(found.seconds)} by {by}, {_size(found.memory_bytes)}, {disk}")
+    known = any(one.measured for one in (made, *engines))
+    by = "as the last run on this machine was" if known else "by what two cores of one machine took"
+    short = ", too little" if found.disk_bytes > found.free_bytes else ""
+    lines.append(f"time: about {about(found.seconds)}, {by}")
+    lines.append(f"memory: {_size(found.memory_bytes)} at once, that of files not counted")
+    lines.append(f"disk: {_size(found.disk_bytes)}; {_size(found.free_bytes)} are free{short}")
     return lines
 
 

@@ -27,7 +27,6 @@ _SHARED = ("probe-full", "probe-chunked")
 """The probe's plans, which begin with the same tokens. In float64 they are computed once: on two
 cores that lane ends last, and on SmolLM2, in seconds of CPU time of one thread, the judged plans
 take 8.4, the probe's full 2.3 and its chunked 3.5, of which its first call is most."""
-_LANES = ("port", "port float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +225,7 @@ def of_plans(
 
     Of another's model float64 would prove nothing: MLX's own functions, which it may call, are only
     float32-accurate. The port's two share the cores where they run side by side: one thread does
-    nearly as much as two where memory is the limit, and a GPU is not in the CPU's way. In float64
-    it runs in one process, as what it proves of the arithmetic is the same on every rank.
+    nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
     """
     judged = [[plan for plan, _ in some] for some in _named(each)]
     asked = [plan for some in judged for plan in some]
@@ -244,25 +242,32 @@ def of_plans(
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
         repeat=tuple(repeated(plans).name for plans in judged),
     )
-    if engine.name != "port":
-        return {engine.name: Lane(one, engine.module, checkpoint)}
-    exact = replace(
+    jobs = {engine.name: one}
+    if engine.name == "port":
+        jobs["port float64"] = _exact(one, out / f"float64{part}")
+    found = {name: Lane(job, engine.module, checkpoint) for name, job in jobs.items()}
+    if len(found) == 1 or not lanes.beside(found):
+        return found
+    half = max(1, (os.cpu_count() or 1) // 2)
+    return {name: replace(of, job=replace(of.job, threads=half)) for name, of in found.items()}
+
+
+def _exact(one: Job, out: Path) -> Job:
+    """The same in float64, of the growing prefixes three.
+
+    In one process, as what it proves of the arithmetic is the same on every rank.
+    """
+    return replace(
         one,
         plans=longest_first(map(fewer_prefixes, one.plans)),
         shared=_SHARED,
-        out=out / f"float64{part}",
+        out=out,
         dtype="float64",
         device="cpu",
         repeat=(),
         ranks=0,
         hostfile="",
     )
-    jobs = zip(_LANES, (one, exact), strict=True)
-    found = {name: Lane(job, engine.module, checkpoint) for name, job in jobs}
-    if not lanes.beside(found):
-        return found
-    half = max(1, (os.cpu_count() or 1) // 2)
-    return {name: replace(of, job=replace(of.job, threads=half)) for name, of in found.items()}
 
 
 _Named = tuple[Plan, str]

@@ -12,7 +12,7 @@ from mlxkv.judge.result import GateName, Verdict
 from mlxkv.report import plots
 from mlxkv.report.page import not_exercised
 from mlxkv.report.phrases import Side, sentence, unseen
-from mlxkv.report.text import columns, gate_cells, markdown_table, side_by_side, wrapped
+from mlxkv.report.text import columns, gate_cells, markdown_table, several, side_by_side, wrapped
 
 _GATES = {
     GateName.SIGMA: "sigma",
@@ -46,17 +46,24 @@ def console(prompts: Prompts, *, sides: Sequence[Side], report: str) -> str:
 
 
 def picture(prompts: Prompts) -> str:
-    """Each prompt's sigma against its limit, the worst prompt first."""
-    worst = {
-        name: next((g for g in prompts.verdicts[name].worst if g.name == GateName.SIGMA), None)
-        for name in prompts.worst_first
-    }
+    """Each prompt's sigma against its limit, the worst prompt first.
+
+    That of its own plans: the probe is the same beside every prompt.
+    """
     about = prompts.verdicts[prompts.worst].subject
-    return plots.worst_first(
-        {name: gate.value if gate and gate.ran else math.nan for name, gate in worst.items()},
-        limit=SIGMA,
-        title=f"{about.model}, {about.dtype}: {len(worst)} prompts",
-    )
+    values = {name: _sigma(prompts.verdicts[name]) for name in prompts.worst_first}
+    title = f"{about.model}, {about.dtype}: {several(len(values), 'prompt')}"
+    return plots.worst_first(values, limit=SIGMA, title=title)
+
+
+def _sigma(verdict: Verdict) -> float:
+    """NaN where it was not measured."""
+    own = [
+        gate.value
+        for gate in verdict.gates
+        if gate.name == GateName.SIGMA and gate.ran and not gate.plan.startswith("probe ")
+    ]
+    return max(own, key=lambda value: (math.isnan(value), value), default=math.nan)
 
 
 def markdown(prompts: Prompts, *, sides: Sequence[Side], commands: Sequence[str], svg: str) -> str:
