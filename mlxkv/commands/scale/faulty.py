@@ -61,7 +61,8 @@ class Slipped:
 
     def load(self, path: str, dtype: str) -> Any:
         model = _port(path, dtype)
-        model.layers[self.layer] = _Slipped(model.layers[self.layer], self.position)
+        layers: list[Any] = model.layers
+        layers[self.layer] = _Slipped(layers[self.layer], self.position)
         return Faulty(model)
 
 

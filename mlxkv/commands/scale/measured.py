@@ -65,4 +65,5 @@ def shown(words: Sequence[str]) -> str:
 
 
 def _last(word: str) -> str:
-    return Path(word).name if word.startswith("/") else word
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if value.startswith("/") else word

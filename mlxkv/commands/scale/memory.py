@@ -114,7 +114,7 @@ def _name(pid: int) -> str:
     A fork has the name of what it is a fork of.
     """
     line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    words = line[line.index("-m") + 1 :] if "-m" in line else line[:1]
+    words = line[line.index("-m") + 1 :] if "-m" in line else [Path(line[0]).name]
     name = words[0].removeprefix("mlxkv.engines.")
     if len(words) < 2:
         return name

@@ -12,7 +12,8 @@ from mlxkv.report.text import code, environment_table, markdown_table, ordered
 _CASES = ("case", "parameters", "dtype", "tokens", "verdict", "cold", "warm", "peak", "bars met")
 _BARS = ("bar", "value", "limit", "met")
 _GATES = ("gate", "plan", "value", "limit")
-_RUNS = ("run", "process", "seconds", "peak")
+SMALL = 10**7
+"""Bytes below which a process or a folder is not shown."""
 _MET = {True: "yes", False: "no", None: "could not be measured"}
 _WORDS = {
     "cold, warm": "with no answer of the oracle's kept, and the same command again; the model's "
@@ -98,23 +99,28 @@ def _gates(one: Result) -> list[str]:
 
 
 def _processes(one: Result) -> list[str]:
-    """What each process took, as the command says, and held, as was seen from outside."""
+    """What each process held, as was seen from outside, and took, as the command says."""
     runs = {"cold": one.cold, "warm": one.warm}
     runs |= {"locate": one.fault.ran} if one.fault else {}
-    rows = [row for name, run in runs.items() for row in _of_run(name, run)]
-    return ["By process:", "", *markdown_table(_RUNS, rows, left={0, 1})]
+    peaks = {name: _peaks(run) for name, run in runs.items()}
+    named = dict.fromkeys(process for of in peaks.values() for process in of)
+    rows = [[process, *(of.get(process, "-") for of in peaks.values())] for process in named]
+    took = [f"{name} {run.seconds:.1f} s{_parts(run)}" for name, run in runs.items()]
+    table = markdown_table(("peak", *runs), rows, left={0})
+    return [f"Times: {'; '.join(took)}.", "", *table]
 
 
-def _of_run(name: str, run: Ran) -> list[list[str]]:
-    whole = run.memory.together if run.memory else None
-    rows = [[name, "all together", f"{run.seconds:.1f}", _held(whole)]]
-    rows += [[name, f"{of} (as it says)", f"{took:.1f}", "-"] for of, took in run.took.items()]
-    each = run.memory.each if run.memory else {}
-    return rows + [[name, of, "-", _held(size)] for of, size in each.items()]
+def _parts(run: Ran) -> str:
+    found = ", ".join(f"{of} {seconds:.1f}" for of, seconds in run.took.items())
+    return f" ({found})" if found else ""
 
 
-def _held(size: int | None) -> str:
-    return "not measured" if size is None else gigabytes(size)
+def _peaks(run: Ran) -> dict[str, str]:
+    """By process; those that are small beside what is measured here are left out."""
+    if run.memory is None:
+        return {"all processes together": "not measured"}
+    each = {of: gigabytes(size) for of, size in run.memory.each.items() if size >= SMALL}
+    return {"all processes together": gigabytes(run.memory.together)} | each
 
 
 def _disk(runs: Mapping[str, Ran]) -> list[str]:

@@ -166,10 +166,8 @@ class Result:
         if self.same is not None:
             found += _of_same(self.same)
         if self.fault is not None:
-            right = self.fault.located
-            found.append(
-                Bar("planted fault", "located" if right else "not found", "located", right)
-            )
+            said = "located" if self.fault.located else "not located"
+            found.append(Bar("planted fault", said, "located", self.fault.located))
             found.append(_of_memory("locating it", self.fault.ran, self._most))
         return tuple(found)
 

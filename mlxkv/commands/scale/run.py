@@ -1,4 +1,4 @@
-"""`mlxkv reports --only scale`: each case's model made, compared twice, and with a fault located."""
+"""`mlxkv reports --only scale`: models are made, compared, and a fault in each located."""
 
 from __future__ import annotations
 

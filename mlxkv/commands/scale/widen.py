@@ -1,13 +1,13 @@
 """Makes a Llama r times as wide that computes the same logits, in a file of any kind.
 
-usage: python -m mlxkv.commands.scale.widen TIMES OUT [MODEL] [--values float32|float16|bfloat16|4-bit]
+usage: python -m mlxkv.commands.scale.widen TIMES OUT [MODEL] [--values VALUES]
 
 A wide model with the statistics of a trained one (SmolLM2 where MODEL is left out). Every hidden
 channel stands TIMES times, a power of two: the embedding's columns, the norms, every matrix's
 outputs, so that query heads, KV heads and the MLP's width grow as whole blocks. A matrix's inputs
 are repeated too and divided among the copies by shares that are powers of two and add up to 1. A
 tied head has no shares: its last norm is divided by TIMES. It is written tensor by tensor, so that
-any size can be made.
+any size can be made. VALUES are float32, float16, bfloat16 or 4-bit.
 """
 
 from __future__ import annotations
