@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,8 @@ def holding(pid: int) -> list[tuple[str, int]]:
             status = Path(f"/proc/{one}/status").read_text(encoding="ascii", errors="replace")
             sizes = [int(size) for size in _FIELDS.findall(status)]
             if sizes:  # one that has ended and that nobody has waited for has none
-                found.append((_name(one), 1024 * sum(sizes)))
+                line = Path(f"/proc/{one}/cmdline").read_bytes().decode(errors="replace")
+                found.append((named(line.split("\0")), 1024 * sum(sizes)))
     return found
 
 
@@ -108,20 +109,16 @@ def tree(pid: int) -> Iterator[int]:
                     yield from tree(int(child))
 
 
-def _name(pid: int) -> str:
-    """The module that a process of ours runs, of an engine its job's folder too: `port float64`.
-
-    A fork has the name of what it is a fork of.
+def named(line: Sequence[str]) -> str:
+    """The module that a process of ours runs and the command, or of an engine its job's folder: as
+    in `oracle run` and `port float64`. A fork has the name of what it is a fork of.
     """
-    line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    words = line[line.index("-m") + 1 :] if "-m" in line else [Path(line[0]).name]
-    name = words[0].removeprefix("mlxkv.engines.")
-    if len(words) < 2:
+    words = list(line[line.index("-m") + 1 :]) if "-m" in line else [Path(line[0]).name]
+    name, *rest = words[0].removeprefix("mlxkv.engines."), *words[1:2]
+    job = Path(rest[0]) if rest else None
+    if job is None or rest[0].startswith("-"):
         return name
-    job = Path(words[1])
-    if job.name == "job.json":
-        return f"{name} {job.parent.name}"
-    return name if words[1].startswith("-") else f"{name} {job.name}"
+    return f"{name} {job.parent.name if job.name == 'job.json' else job.name}"
 
 
 def on_disk(folder: Path) -> dict[str, int]:

@@ -10,7 +10,7 @@ from mlxkv.commands.scale.result import Fault, Place, Ran, Result, gigabytes
 from mlxkv.report.text import code, environment_table, markdown_table, ordered
 
 _CASES = ("case", "parameters", "dtype", "tokens", "verdict", "cold", "warm", "peak", "bars met")
-_BARS = ("bar", "value", "limit", "met")
+_BARS = ("bar", "measured", "limit", "met")
 _GATES = ("gate", "plan", "value", "limit")
 SMALL = 10**7
 """Bytes below which a process or a folder is not shown."""
@@ -86,13 +86,13 @@ def _size(one: Result) -> str:
 
 
 def _bars(one: Result) -> list[str]:
-    rows = [[bar.what, bar.value, bar.limit, _MET[bar.met]] for bar in one.bars]
+    rows = [[bar.what, bar.measured, bar.limit, _MET[bar.met]] for bar in one.bars]
     return markdown_table(_BARS, rows, left={0, 3})
 
 
 def _gates(one: Result) -> list[str]:
     rows = []
-    for gate in one.worst:
+    for gate in one.gates:
         value, limit = ordered(math.nan if gate.value is None else gate.value, gate.limit)
         rows.append([gate.name, gate.plan, value, limit])
     return ["Each gate on the plan that did worst:", "", *markdown_table(_GATES, rows, left={0, 1})]

@@ -109,7 +109,7 @@ class Bar:
     """Something that had to be so. `met` is None where it could not be measured."""
 
     what: str
-    value: str
+    measured: str
     limit: str
     met: bool | None
 
@@ -145,7 +145,7 @@ class Result:
     rows: str
     outcome: str
     scopes: list[str]
-    worst: list[Worst]
+    gates: list[Worst]
     reasons: list[str]
     not_exercised: list[str]
     cold: Ran

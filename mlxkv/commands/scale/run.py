@@ -168,7 +168,7 @@ def _result(
         rows=f"{len(verdict['by_position']['positions']):,} of {n:,}",
         outcome=verdict["outcome"],
         scopes=verdict["scopes"],
-        worst=worst(verdict["gates"]),
+        gates=worst(verdict["gates"]),
         reasons=[*verdict["reasons"], *verdict["notes"]],
         not_exercised=verdict["not_exercised"],
         seconds=dict(case.seconds),
