@@ -25,7 +25,7 @@ FREE |= {"nmse_db", "cosine", "kl"}
 WORST_PLAN = {
     "mlxkv-calibrate/1": {"run", "plan"},
     "mlxkv-prompts/1": {"plan"},
-    "mlxkv-scale/1": {"plan", "cold", "warm", "ran", "measured", "truth", "sources"},
+    "mlxkv-scale/1": {"plan", "cold", "warm", "ran", "measured", "truth", "sources", "machine"},
     "mlxkv-cost/1": {"prefill_speed", "decode_speed", "errors", "apart", "mean_dp", "rates"},
 }
 """By format what names the run or plan in which a value was worst (elsewhere `plan` names a row);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,10 @@ def write(
     announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
     if not only:
         hours = SECONDS[SCALE] / 3600
-        say(f"reports: without {SCALE}, which takes {hours:.0f} hours: {COMMAND} --only {SCALE}")
+        left = (
+            f"reports: without {SCALE}, which takes {hours:.0f} hours: `{COMMAND} --only {SCALE}`"
+        )
+        print(left, file=sys.stderr)
     for part in parts:
         say(f"reports: {part}")
         made = PARTS[part](device, third)

@@ -21,7 +21,8 @@ _WORDS = {
     "peak": "the largest sum over all processes, at one time, of memory that the system cannot "
     f"drop (RssAnon, RssShmem and VmSwap), looked at every {1000 * INTERVAL:.0f} ms; pages of "
     "mapped files are not in it",
-    "limit of a peak": "the port's own weights in the run's dtype, and 3 GB",
+    "limit of a peak": "the port's own weights in the run's dtype, and 3 GB; of locating, where an "
+    "engine of one's own gives the logits of all tokens of a call, the memory that there is",
     "oracle, runs, converted, suspects": "on disk: the oracle's answers; the engine's traces while "
     "they are judged; weights converted for transformers; the truth with usual mistakes in it",
 }

@@ -132,8 +132,9 @@ class Model:
 class Result:
     """One case. `cold` is with no answer of the oracle's kept, `warm` the same command again.
 
-    `sources` is a digest of the code that ran. `seconds` are those that `cold` and `warm` may take,
-    where the case has such limits.
+    `sources` is a digest of the code that ran, `machine` the memory that there is. `seconds` are
+    those that `cold` and `warm` may take, where the case has such limits. Locating need only fit
+    into memory: an engine of one's own gives the logits of all tokens of a call.
     """
 
     case: str
@@ -155,6 +156,7 @@ class Result:
     seconds: dict[str, float]
     environment: dict[str, dict[str, Any]]
     sources: str
+    machine: int
 
     @property
     def bars(self) -> tuple[Bar, ...]:
@@ -168,7 +170,7 @@ class Result:
         if self.fault is not None:
             said = "located" if self.fault.located else "not located"
             found.append(Bar("planted fault", said, "located", self.fault.located))
-            found.append(_of_memory("locating it", self.fault.ran, self._most))
+            found.append(_of_memory("locating it", self.fault.ran, self.machine))
         return tuple(found)
 
     @property

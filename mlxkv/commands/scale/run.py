@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from oracle.model.checkpoint import Checkpoint, resolve
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 PAGE = "scale.md"
+MODEL, MADE = "model", "made.txt"
+WORK = ("cache", "narrow", "small", "port", "prompt.txt", "faulty.py")
+"""What a case has in its folder: its model, with a line on how it was made, and the rest."""
 
 
 def write(
@@ -69,14 +73,22 @@ def _room(case: Case, room: Path | None, *, keep: bool) -> Iterator[Path]:
     place = room / case.name
     with disk.writing(place):
         place.mkdir(parents=True, exist_ok=True)
-    for path in place.iterdir():
-        if path.name != "model":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _remove(place, WORK)
     try:
         yield place
     finally:
         if not keep:
-            shutil.rmtree(place, ignore_errors=True)
+            _remove(place, (MODEL, *WORK))
+            with suppress(OSError):  # somebody has put something else there
+                place.rmdir()
+
+
+def _remove(place: Path, names: Iterable[str]) -> None:
+    """Of a folder that a person named only what we have put there."""
+    for path in (place / name for name in names):
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
 
 def run(case: Case, room: Path, *, device: str) -> Result:
@@ -110,11 +122,14 @@ def require_disk(case: Case, room: Path) -> None:
 
 
 def _model(case: Case, room: Path) -> Checkpoint:
-    """The case's model, made in `room` if it is not there; config.json is written first."""
-    made = room / "model"
-    if not (made / "model.safetensors").exists():
+    """The case's model, made in `room` unless one that was made so is there."""
+    made, line = room / MODEL, room / MODEL / MADE
+    if not (line.is_file() and disk.read_text(line) == case.made):
         say(f"scale: {case.name}, its model")
-        made = case.make(made)
+        line.unlink(missing_ok=True)
+        if (found := case.make(made)) != made:
+            return resolve(str(found))
+        disk.write_text(line, case.made)
     return resolve(str(made))
 
 
@@ -174,6 +189,7 @@ def _result(
         seconds=dict(case.seconds),
         environment=verdict["environment"],
         sources=sources(),
+        machine=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         **runs,
     )
 
