@@ -159,6 +159,7 @@ def make(**changes: Any) -> Result:
         "seconds": {"cold": 120.0, "warm": 60.0},
         "environment": {"port": {"os": "Linux", "arch": "x86_64", "device": "cpu", "threads": 1}},
         "sources": "c" * 64,
+        "machine": 24 * 10**9,
     }
     return Result(**(given | changes))
 
@@ -181,7 +182,7 @@ def test_every_bar_is_met_or_named() -> None:
         "sigma of the port beside that truth, 9 rows": make(same=Same("m", 9, 0.0, np.nan)),
         "planted fault": make(fault=fault(Place(1, "v", head=1))),
         "peak of all processes, locating it": make(
-            fault=replace(fault(Place(1, "v", head=2)), ran=ran(over))
+            fault=replace(fault(Place(1, "v", head=2)), ran=ran(24 * 10**9 + 1))
         ),
     }
     assert {name: not_met(one) for name, one in found.items()} == {name: [name] for name in found}
@@ -283,7 +284,7 @@ def test_the_shape_of_the_1b_has_its_parameters() -> None:
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == 1_235_814_400
 
 
-@pytest.mark.parametrize("length", [1, 700, 8172, 32749])
+@pytest.mark.parametrize("length", [1, 700, 8172])
 def test_a_text_has_exactly_so_many_tokens(length: int, default_checkpoint: Checkpoint) -> None:
     words = tokenizer.load(default_checkpoint.folder)
     assert words is not None
@@ -546,14 +547,37 @@ def test_scale_is_made_only_when_it_is_named(capsys: pytest.CaptureFixture[str])
 def test_a_room_is_removed_unless_it_is_to_be_kept(tmp_path: Path) -> None:
     case = tiny("wide4", "m")
     with run._room(case, tmp_path, keep=True) as made:
-        for name in ("model", "cache"):
+        for name in ("model", "cache", "theirs"):
             (made / name).mkdir()
         (made / "prompt.txt").write_text("x")
-    assert sorted(path.name for path in made.iterdir()) == ["cache", "model", "prompt.txt"]
+    assert sorted(p.name for p in made.iterdir()) == ["cache", "model", "prompt.txt", "theirs"]
     with suppress(KeyboardInterrupt), run._room(case, tmp_path, keep=False) as made:
-        assert [path.name for path in made.iterdir()] == ["model"]
+        assert sorted(path.name for path in made.iterdir()) == ["model", "theirs"]
         raise KeyboardInterrupt
+    assert [path.name for path in made.iterdir()] == ["theirs"]
+    (made / "theirs").rmdir()
+    with run._room(case, tmp_path, keep=False) as made:
+        pass
     assert not made.exists()
+
+
+def test_a_model_that_was_kept_is_used_again_if_it_was_made_so(
+    tmp_path: Path, folder_of: FolderOf
+) -> None:
+    case, begun = tiny("wide4", str(folder_of("gqa"))), []
+
+    def make(out: Path) -> Path:
+        begun.append(out)
+        return case.make(out)
+
+    counted = replace(case, make=make)
+    first = run._model(counted, tmp_path)
+    assert run._model(counted, tmp_path) == first
+    assert len(begun) == 1
+    run._model(replace(counted, made="otherwise"), tmp_path)
+    assert len(begun) == 2
+    found = run._model(tiny("whole", str(folder_of("gqa"))), tmp_path / "none")
+    assert found.folder == folder_of("gqa")
 
 
 def test_the_page_says_all_that_was_measured() -> None:
@@ -578,17 +602,17 @@ Twice as wide.
 - sequence: 9 tokens, the first 5 as the prompt; 9 of 9 rows of logits judged
 - a note
 
-| bar                                         |     measured |   limit | met                   |
-| ------------------------------------------- | -----------: | ------: | --------------------- |
-| verdict                                     |        agree |   agree | yes                   |
-| peak of all processes, cold                 |      4.00 GB | 3.00 GB | no                    |
-| peak of all processes, warm                 |      0.00 GB | 3.00 GB | yes                   |
-| time, cold                                  |         31 s |   120 s | yes                   |
-| time, warm                                  |          3 s |    60 s | yes                   |
-| truth beside that of m                      | not compared | 1.0e-10 | could not be measured |
-| sigma of the port beside that truth, 9 rows |         0.60 |    8.00 | yes                   |
-| planted fault                               |  not located | located | no                    |
-| peak of all processes, locating it          |      0.00 GB | 3.00 GB | yes                   |
+| bar                                         |     measured |    limit | met                   |
+| ------------------------------------------- | -----------: | -------: | --------------------- |
+| verdict                                     |        agree |    agree | yes                   |
+| peak of all processes, cold                 |      4.00 GB |  3.00 GB | no                    |
+| peak of all processes, warm                 |      0.00 GB |  3.00 GB | yes                   |
+| time, cold                                  |         31 s |    120 s | yes                   |
+| time, warm                                  |          3 s |     60 s | yes                   |
+| truth beside that of m                      | not compared |  1.0e-10 | could not be measured |
+| sigma of the port beside that truth, 9 rows |         0.60 |     8.00 | yes                   |
+| planted fault                               |  not located |  located | no                    |
+| peak of all processes, locating it          |      0.00 GB | 24.00 GB | yes                   |
 
 Each gate on the plan that did worst:
 
