@@ -204,6 +204,8 @@ def test_what_was_not_measured_is_not_met() -> None:
         True,
     ]
     assert not unknown.met
+    assert [bar.met for bar in make(warm=ran(None, 3.0)).bars].count(None) == 1
+    assert not make(warm=ran(None, 3.0)).met
 
 
 @pytest.mark.parametrize(
@@ -289,6 +291,28 @@ def test_a_text_has_exactly_so_many_tokens(length: int, default_checkpoint: Chec
     words = tokenizer.load(default_checkpoint.folder)
     assert words is not None
     assert len(words.encode(sequences.exactly(words, length))) == length
+
+
+class Characters:
+    """A token a character, one less for a text of fifty that begins with `odd`."""
+
+    def __init__(self, odd: str) -> None:
+        self.odd = odd
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text][len(text) == 50 and text.startswith(self.odd) :]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_where_a_cut_text_makes_other_tokens_another_place_is_tried() -> None:
+    odd: Any = Characters("Keep")
+    text = disk.read_text(sequences.TEXT)
+    assert sequences.exactly(odd, 50) == text[1:51]
+    odd.odd = ""
+    with pytest.raises(Refusal, match="no text of exactly 50 tokens was found"):
+        sequences.exactly(odd, 50)
 
 
 def test_a_text_goes_by_a_file_and_leaves_room_for_what_is_decoded(
