@@ -561,7 +561,14 @@ def test_a_case_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         result.read(path)
 
 
-def test_scale_is_made_only_when_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_is_made_only_when_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reports, "PARTS", {})
+    monkeypatch.setattr(reports.scale, "write", lambda *_, **__: pytest.fail("it is made"))
+    assert list(reports.write(tmp_path)) == [tmp_path / "README.md"]
+    left_out = "reports: without scale, which takes 4 hours: `mlxkv reports --only scale`"
+    assert left_out in capsys.readouterr().err
     assert tuple(CASES.choices) == tuple(cases.everything())
     for name in ("--case=one", "--room=x", "--keep"):
         refused(mlxkv("reports", name), "expected --only scale beside", name.split("=")[0])
