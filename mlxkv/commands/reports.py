@@ -176,13 +176,14 @@ def write(
     publish.claim(out)
     third = [trace.read(path) for path in candidates]
     parts = [part for part in PARTS if not only or part in only]
-    announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
+    if parts:
+        announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
     if not only:
-        hours = SECONDS[SCALE] / 3600
-        left = (
-            f"reports: without {SCALE}, which takes {hours:.0f} hours: `{COMMAND} --only {SCALE}`"
+        takes = f"{SECONDS[SCALE] / 3600:.0f} hours"
+        print(
+            f"reports: without {SCALE}, which takes {takes}: `{COMMAND} --only {SCALE}`",
+            file=sys.stderr,
         )
-        print(left, file=sys.stderr)
     for part in parts:
         say(f"reports: {part}")
         made = PARTS[part](device, third)
