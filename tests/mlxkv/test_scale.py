@@ -565,9 +565,10 @@ def test_a_case_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_scale_is_made_only_when_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reports, "PARTS", {})
-    monkeypatch.setattr(reports.scale, "write", lambda *_, **__: pytest.fail("it is made"))
-    assert list(reports.write(tmp_path)) == [tmp_path / "README.md"]
+    with monkeypatch.context() as patch:
+        patch.setattr(reports, "PARTS", {})
+        patch.setattr(reports.scale, "write", lambda *_, **__: pytest.fail("it is made"))
+        assert list(reports.write(tmp_path)) == [tmp_path / "README.md"]
     said = capsys.readouterr().err
     assert re.fullmatch(r"reports: without scale, .* hours: `mlxkv reports --only scale`\n", said)
     assert tuple(CASES.choices) == tuple(cases.everything())

@@ -146,52 +146,60 @@ def one(config: Mapping[str, Any] = LLAMA_1B, *, sequence: Ids = FRANCE, **more:
 
 def everything() -> dict[str, Case]:
     """The cases of the report, by name. `disk` and `estimate` are for two cores and 24 GB."""
-    each = (
-        wide(
-            "wide4",
-            4,
-            about="1.8 billion parameters in float32; the default run, with its probe.",
-            fault=Scaled(layer=17, head=5, by=1.001),
-            disk=16_000_000_000,
-            estimate=1800,
-        ),
-        wide(
-            "wide8",
-            8,
-            values="bfloat16",
-            about="7.0 billion parameters in bfloat16, file and run; `--quick --steps 5`.",
-            fault=Scaled(layer=17, head=5, by=2.0),
-            steps=5,
-            quick=True,
-            disk=20_000_000_000,
-            estimate=4800,
-        ),
-        whole(
-            Text(8191),
-            about="The default model over its whole context but the last position; the default "
-            "run. The text is the built-in one of `mlxkv cost`, again and again.",
-            fault=Slipped(layer=17, position=5000),
-            disk=20_000_000_000,
-            estimate=4800,
-        ),
-        long(
-            Text(32768),
-            layers=2,
-            positions=32768,
-            about="Two layers over 32,768 tokens, RoPE of type llama3 with an original length of "
-            "8,192; the default run. The text is the built-in one of `mlxkv cost`, again and "
-            "again.",
-            fault=Slipped(layer=1, position=20000),
-            disk=20_000_000_000,
-            estimate=6000,
-        ),
-        one(
-            about="The shape of Llama 3.2 1B; `--quick`.",
-            fault=Scaled(layer=9, head=3, by=1.001),
-            quick=True,
-            seconds={"cold": 120.0, "warm": 60.0},
-            disk=12_000_000_000,
-            estimate=900,
-        ),
+    return {case.name: case for case in (*_of_many_weights(), *_of_many_tokens(), _of_llama())}
+
+
+def _of_many_weights() -> tuple[Case, ...]:
+    four = wide(
+        "wide4",
+        4,
+        about="1.8 billion parameters in float32; the default run, with its probe.",
+        fault=Scaled(layer=17, head=5, by=1.001),
+        disk=16_000_000_000,
+        estimate=1800,
     )
-    return {case.name: case for case in each}
+    eight = wide(
+        "wide8",
+        8,
+        values="bfloat16",
+        about="7.0 billion parameters in bfloat16, file and run; `--quick --steps 5`.",
+        fault=Scaled(layer=17, head=5, by=2.0),
+        steps=5,
+        quick=True,
+        disk=20_000_000_000,
+        estimate=4800,
+    )
+    return four, eight
+
+
+def _of_many_tokens() -> tuple[Case, ...]:
+    text = "The text is the built-in one of `mlxkv cost`, again and again."
+    limits = {"disk": 20_000_000_000, "estimate": 5400}
+    of_default = whole(
+        Text(8191),
+        about="The default model over its whole context but the last position; the default run. "
+        + text,
+        fault=Slipped(layer=17, position=5000),
+        **limits,
+    )
+    of_two_layers = long(
+        Text(32768),
+        layers=2,
+        positions=32768,
+        about="Two layers over 32,768 tokens, RoPE of type llama3 with an original length of "
+        f"8,192; the default run. {text}",
+        fault=Slipped(layer=1, position=20000),
+        **limits,
+    )
+    return of_default, of_two_layers
+
+
+def _of_llama() -> Case:
+    return one(
+        about="The shape of Llama 3.2 1B; `--quick`.",
+        fault=Scaled(layer=9, head=3, by=1.001),
+        quick=True,
+        seconds={"cold": 120.0, "warm": 60.0},
+        disk=12_000_000_000,
+        estimate=900,
+    )
