@@ -174,7 +174,7 @@ def _of_many_weights() -> tuple[Case, ...]:
 
 def _of_many_tokens() -> tuple[Case, ...]:
     text = "The text is the built-in one of `mlxkv cost`, again and again."
-    limits = {"disk": 20_000_000_000, "estimate": 5400}
+    limits: dict[str, Any] = {"disk": 20_000_000_000, "estimate": 5400}
     of_default = whole(
         Text(8191),
         about="The default model over its whole context but the last position; the default run. "
