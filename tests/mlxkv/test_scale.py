@@ -562,6 +562,19 @@ def test_a_case_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         result.read(path)
 
 
+def test_a_file_that_cannot_be_read_is_refused_before_hours_of_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch, {"one": make(case="one")})
+    (tmp_path / "one.json").write_text("[]")
+    which: dict[str, Any] = {"device": "cpu", "room": None, "keep": False}
+    assert list(run.write(tmp_path, ["one"], **which))  # it is made anew
+    (tmp_path / "long.json").write_text("[]")
+    monkeypatch.setattr(run, "run", lambda *_, **__: pytest.fail("it runs"))
+    with pytest.raises(Refusal, match="format is"):
+        list(run.write(tmp_path, ["one"], **which))
+
+
 def test_scale_is_made_only_when_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ def write(
     """
     known = cases.everything()
     chosen = [known[name] for name in known if name in set(named) or not set(named)]
+    # A file that cannot be read would keep the page from being made, hours later.
+    found(out, without={case.name for case in chosen})
     for case in chosen:
         announce(f"scale: {case.name}", case.estimate)
         with _room(case, room, keep=keep) as place:
@@ -52,9 +54,9 @@ def publish(out: Path, done: Result) -> Iterator[Path]:
     yield out / PAGE
 
 
-def found(out: Path) -> list[Result]:
-    """The cases that are there, in the order of their names."""
-    return [result.read(path) for path in sorted(out.glob("*.json"))]
+def found(out: Path, *, without: Container[str] = ()) -> list[Result]:
+    """The cases that are there, but those of some names, in the order of their names."""
+    return [result.read(p) for p in sorted(out.glob("*.json")) if p.stem not in without]
 
 
 @contextmanager
