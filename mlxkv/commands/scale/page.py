@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mlxkv.commands.scale.memory import INTERVAL
 from mlxkv.commands.scale.result import Fault, Place, Ran, Result, gigabytes
-from mlxkv.report.text import code, environment_table, markdown_table, ordered
+from mlxkv.report.text import code, environment_table, markdown_table, ordered, shortened
 
 _CASES = ("case", "parameters", "dtype", "tokens", "verdict", "cold", "warm", "peak", "bars met")
 _BARS = ("bar", "measured", "limit", "met")
@@ -156,9 +156,5 @@ def _unseen(lines: Sequence[str]) -> list[str]:
 
 def _commands(one: Result) -> list[str]:
     commands = [one.cold.command, *([one.fault.ran.command] if one.fault else [])]
-    return [f"mlxkv reports --only scale --case {one.case}", *map(_short, commands)]
-
-
-def _short(command: str) -> str:
-    """Without the ids of a long prompt."""
-    return command if len(command) <= 300 else f"{command[:297]}..."
+    shown = [shortened(command, 300) for command in commands]  # a prompt of ids may be long
+    return [f"mlxkv reports --only scale --case {one.case}", *shown]
