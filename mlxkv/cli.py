@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(
-    ["compare", "pitfalls", "caches", "prompts", "long", "cost", "selftest", "calibration"]
+    ["compare", "pitfalls", "caches", "prompts", "long", "cost", "selftest", "calibration", "scale"]
 )
+CASES = click.Choice(["wide4", "wide8", "whole", "long", "one"])
 ONE_OR_MORE = Whole(1)
 _OF_ONE = ("prompt", "prompt_file", "tokens", "chunks", "oracle")  # options of one sequence
 
@@ -382,14 +383,31 @@ def calibrate(**options: Any) -> Callable[..., Report]:
     "Make them again in a scratch folder and compare with the committed ones.",
     is_flag=True,
 )
-@option("--only", "Some of the parts  [default: all]", type=PARTS, multiple=True)
+@option("--only", "Some of the parts  [default: all but scale]", type=PARTS, multiple=True)
+@option(
+    "--case",
+    "Of scale: only this case; may be given again.",
+    into="cases",
+    type=CASES,
+    multiple=True,
+)
+@option("--room", "Of scale: where models are made  [default: the cache folder]", type=FOLDER)
+@option("--keep", "Of scale: leave them in --room; a model that is there is used.", is_flag=True)
 @option("--candidate", "As for compare.", into="candidates", type=FOLDER, multiple=True)
 @option("--out", "Where the reports are.", type=FOLDER, default=Path("reports"))
 @_device
 def reports(
-    check: bool, only: tuple[str, ...], candidates: tuple[Path, ...], out: Path, device: str
+    check: bool,
+    only: tuple[str, ...],
+    candidates: tuple[Path, ...],
+    out: Path,
+    device: str,
+    **scale: Any,
 ) -> None:
     """Make everything under reports/ again, or check that it still says the same.
+
+    The part scale is made only when it is named: models of up to 7 billion parameters, and up to
+    32,768 tokens. It takes hours and tens of gigabytes of disk; each case is kept when it is done.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits
     with 1 and a diff otherwise. Of reports that another CPU made, or other instructions of it, it
@@ -397,11 +415,12 @@ def reports(
     """
     from mlxkv.commands import reports as room
 
+    at = room.Scale(**scale)
     if check:
-        checked = room.check(out, only=only, device=device)
+        checked = room.check(out, only=only, device=device, at=at)
         _print("".join(f"{line}\n" for line in checked.lines) or f"{out}: as committed\n")
         sys.exit(checked.exit_code)
-    for path in room.write(out, only=only, candidates=candidates, device=device):
+    for path in room.write(out, only=only, candidates=candidates, device=device, at=at):
         _print(f"{path}\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from mlxkv.commands.cost import run as cost
 from mlxkv.commands.cost.ask import Request as Measurements
 from mlxkv.commands.pitfalls import conform
 from mlxkv.commands.pitfalls import run as pitfalls
+from mlxkv.commands.scale import cases
+from mlxkv.commands.scale import run as scale
+from mlxkv.commands.scale.result import Result as Scaled
 from mlxkv.commands.selftest import calibrate
 from mlxkv.commands.selftest import run as selftest
 from mlxkv.engines import process
@@ -26,6 +30,8 @@ from oracle.formats import disk, strict_json, trace
 from oracle.formats.errors import Refusal
 
 COMMAND = "mlxkv reports"
+SCALE = "scale"
+"""The part that is made only when it is named: it takes hours, and tens of gigabytes of disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +44,15 @@ class Made:
 
     @property
     def folder(self) -> Path:
-        """`model/system-architecture-device`."""
-        system, arch, device = (
-            str(self.environment.get(name, "unknown")) for name in ("os", "arch", "device")
-        )
-        return Path(self.model, f"{system.split()[0].lower()}-{arch}-{device}")
+        """The model's, and in it the machine's."""
+        return Path(self.model, machine_of(self.environment))
+
+
+def machine_of(environment: Mapping[str, Any]) -> str:
+    """`system-architecture-device`."""
+    names = ("os", "arch", "device")
+    system, arch, device = (str(environment.get(name, "unknown")) for name in names)
+    return f"{system.split()[0].lower()}-{arch}-{device}"
 
 
 def _compare(device: str, third: Sequence[trace.Trace]) -> Made:
@@ -123,14 +133,42 @@ SECONDS = {
     "cost": 540,
     "selftest": 260,
     "calibration": 650,
+    SCALE: sum(case.estimate for case in cases.everything().values()),
 }
 """About what each part takes on two cores, by the CPU time of all."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Which `cases` of the part scale (none: all), the folder `room` that they are made in (None:
+    one in the cache folder), and whether they `keep` what they made there.
+    """
+
+    cases: tuple[str, ...] = ()
+    room: Path | None = None
+    keep: bool = False
+
+    def require_named(self, only: Collection[str]) -> None:
+        """Refuses options of a part that is not made."""
+        given = {"--case": self.cases, "--room": self.room, "--keep": self.keep}
+        names = [name for name, value in given.items() if value]
+        if names and SCALE not in only:
+            raise Refusal(f"{' and '.join(names)}: expected --only {SCALE} beside; add it")
+
+
 def write(
-    out: Path, *, only: Collection[str] = (), candidates: Sequence[Path] = (), device: str = "auto"
+    out: Path,
+    *,
+    only: Collection[str] = (),
+    candidates: Sequence[Path] = (),
+    device: str = "auto",
+    at: Scale = Scale(),
 ) -> Iterator[Path]:
-    """Makes all parts, or `only` some, and the index: each file's path when it is there."""
+    """Makes all parts but scale, or `only` some, and the index: each file's path when it is there.
+
+    `at` is for the part scale.
+    """
+    at.require_named(only)
     if candidates and only and "compare" not in only:
         raise Refusal(
             f"--candidate with --only {' --only '.join(only)}: expected the part compare among "
@@ -139,27 +177,39 @@ def write(
     publish.claim(out)
     third = [trace.read(path) for path in candidates]
     parts = [part for part in PARTS if not only or part in only]
-    announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
+    if parts:
+        announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
+    if not only:
+        takes = f"{SECONDS[SCALE] / 3600:.0f} hours"
+        print(
+            f"reports: without {SCALE}, which takes {takes}: `{COMMAND} --only {SCALE}`",
+            file=sys.stderr,
+        )
     for part in parts:
         say(f"reports: {part}")
         made = PARTS[part](device, third)
         publish.write(out / made.folder, made.files)
         yield from (out / made.folder / name for name in made.files)
+    if SCALE in only:
+        yield from scale.write(out / SCALE, at.cases, device=device, room=at.room, keep=at.keep)
     disk.write_text(out / "README.md", index(out))
     yield out / "README.md"
 
 
-def check(out: Path, *, only: Collection[str] = (), device: str = "auto") -> diff.Checked:
+def check(
+    out: Path, *, only: Collection[str] = (), device: str = "auto", at: Scale = Scale()
+) -> diff.Checked:
     """Makes the reports again in a scratch folder and compares them with those in `out`."""
     remedy = f"so there is nothing to check; make them with `{COMMAND}` and commit them"
-    if not list(out.glob("*/*/*.json")):
+    if not [*out.glob("*/*/*.json"), *out.glob(f"{SCALE}/*.json")]:
         raise Refusal(f"{out}: no reports, {remedy}")
     with process.scratch() as room:
-        made = sorted(path.relative_to(room) for path in write(room, only=only, device=device))
+        files = write(room, only=only, device=device, at=at)
+        made = sorted({path.relative_to(room) for path in files})
         reports = [path for path in made if len(path.parts) > 1]
-        machine = reports[0].parts[1]
-        if not list(out.glob(f"*/{machine}/*.json")):
-            raise Refusal(f"{out}: no reports for {machine}, {remedy}")
+        for machine in {path.parts[1] for path in reports if path.parts[0] != SCALE}:
+            if not list(out.glob(f"*/{machine}/*.json")):
+                raise Refusal(f"{out}: no reports for {machine}, {remedy}")
         found = diff.folders(out, room, reports)
     return diff.Checked((*found.differences, *_index_differences(out)), found.remarks)
 
@@ -184,6 +234,7 @@ def index(out: Path) -> str:
         value = strict_json.read(path, remedy="restore it or make the reports again")
         model, machine, result = *link.parts[:2], _result(value)
         rows.append(f"| [{name}]({link}) | {model} | {machine} | {result} |")
+    rows += [_of_scale(one) for one in scale.found(out / SCALE)]
     head = [
         "# Reports",
         "",
@@ -194,6 +245,14 @@ def index(out: Path) -> str:
         "|:--|:--|:--|:--|",
     ]
     return "\n".join([*head, *rows]) + "\n"
+
+
+def _of_scale(one: Scaled) -> str:
+    """A case's row: of its bars how many are met."""
+    machine = machine_of(one.environment["port"])
+    met = f"{one.outcome}, {sum(bar.met is True for bar in one.bars)} of {len(one.bars)} bars met"
+    link = f"{SCALE}/{scale.PAGE}#{one.case}"
+    return f"| [{SCALE}, {one.case}]({link}) | {one.model.made} | {machine} | {met} |"
 
 
 def _result(value: Any) -> str:

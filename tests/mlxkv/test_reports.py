@@ -160,7 +160,7 @@ def test_the_index_names_model_machine_and_verdict(reports: Path) -> None:
 
 
 def test_a_part_is_made_by_itself_and_the_index_names_all_that_is_there(reports: Path) -> None:
-    assert tuple(PARTS.choices) == tuple(parts.PARTS)
+    assert tuple(PARTS.choices) == (*parts.PARTS, parts.SCALE)
     before = contents(reports)
     made = [path.relative_to(reports).name for path in parts.write(reports, only=["selftest"])]
     assert made == ["selftest.json", "selftest.md", "README.md"]

@@ -10,9 +10,9 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
-import widen
 
-from mlxkv.commands.selftest import stored
+from mlxkv.commands.scale import widen
+from oracle.model import written
 from oracle.model.checkpoint import resolve
 
 
@@ -62,14 +62,14 @@ def test_four_bits_are_packed_as_mlx_unpacks_them(tmp_path: Path) -> None:
     arrays = {"a.weight": random.standard_normal((8, 128)).astype(np.float32)}
     arrays |= {"b.weight": np.ones((3, 64), np.float32), "norm.weight": np.ones(64, np.float32)}
     shapes = {name: array.shape for name, array in arrays.items()}
-    stored.save(tmp_path, {}, shapes, arrays.__getitem__, values="4-bit")
+    written.save(tmp_path, {}, shapes, arrays.__getitem__, values="4-bit")
     file = mx.load(str(tmp_path / "model.safetensors"))
     assert isinstance(file, dict)
     for name in ("a", "b"):
         parts = (file[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
         words, scales, biases = parts
-        found = mx.dequantize(words, scales, biases, group_size=stored.GROUP, bits=4)
+        found = mx.dequantize(words, scales, biases, group_size=written.GROUP, bits=4)
         apart = np.abs(np.array(found.astype(mx.float32)) - arrays[f"{name}.weight"])
-        steps = np.repeat(np.array(scales.astype(mx.float32)), stored.GROUP, axis=1)
+        steps = np.repeat(np.array(scales.astype(mx.float32)), written.GROUP, axis=1)
         assert (apart <= 0.55 * steps + 0.02).all()
     assert file["norm.weight"].dtype == mx.bfloat16

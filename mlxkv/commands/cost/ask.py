@@ -82,6 +82,6 @@ def _ids(request: Request, checkpoint: Checkpoint) -> tuple[list[int], str]:
     if words is None:
         what = "no tokenizer.json, expected one for a text"
         raise Refusal(what, where=checkpoint.folder, remedy="give ids with --tokens")
-    path = request.text or Path(__file__).with_name("text.txt")
+    path = request.text or Path(__file__).parents[1] / "text.txt"
     title = str(request.text) if request.text else "the built-in text"
     return words.encode(read_text(path)), title

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.commands.selftest.stored import VALUES
-from mlxkv.commands.selftest.stored import save as save_stored
 from oracle.formats.disk import atomic, write_text
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Named
+from oracle.model.written import VALUES, drawn, save, shapes_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -91,7 +90,7 @@ class Tiny:
     def _weights(self, config: dict[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
         random = np.random.default_rng([self.seed, *self.layout.encode(), round(1000 * self.std)])
         made = {}
-        for name, shape in _shapes(config).items():
+        for name, shape in shapes_of(config).items():
             array = random.standard_normal(shape) * (self.std if len(shape) > 1 else 0.1)
             array += len(shape) == 1
             if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -134,41 +133,6 @@ class Wide:
 
     def save(self, folder: Path) -> Path:
         """Writes config.json and model.safetensors, the same bytes every time; the folder."""
-        shapes = _shapes(self.config)
-        names = list(shapes)
-
-        def weight(name: str) -> npt.NDArray[np.float32]:
-            if len(shapes[name]) == 1:
-                return np.ones(shapes[name], np.float32)
-            random = np.random.default_rng([self.seed, self.width, names.index(name)])
-            usual = {"embed_tokens": 0.03, "q_proj": 0.05, "k_proj": 0.05}
-            std = usual.get(name.split(".")[-2], 0.02)
-            return random.standard_normal(shapes[name], np.float32) * np.float32(std)
-
-        return save_stored(folder, self.config, shapes, weight, values=self.values)
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    names = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
-    E, inner, V, D = (config[name] for name in names)
-    q, kv = (config[n] * D for n in ("num_attention_heads", "num_key_value_heads"))
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (V, E),
-        "model.norm.weight": (E,),
-    }
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (V, E)
-    parts: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (q, E),
-        "self_attn.k_proj": (kv, E),
-        "self_attn.v_proj": (kv, E),
-        "self_attn.o_proj": (E, q),
-        "mlp.gate_proj": (inner, E),
-        "mlp.up_proj": (inner, E),
-        "mlp.down_proj": (E, inner),
-        "input_layernorm": (E,),
-        "post_attention_layernorm": (E,),
-    }
-    for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{part}.weight": shape for part, shape in parts.items()}
-    return shapes
+        shapes = shapes_of(self.config)
+        weights = drawn(shapes, self.seed, self.width)
+        return save(folder, self.config, shapes, weights, values=self.values)

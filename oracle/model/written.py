@@ -1,4 +1,4 @@
-"""A Llama's weights as files of several kinds hold them, written one tensor at a time.
+"""A Llama's folder, its weights in a file of any kind, written one tensor at a time.
 
 So a model of any size needs no more memory than its largest tensor.
 """
@@ -55,6 +55,51 @@ def save(
             for part in _stored(array, values):
                 file.write(np.ascontiguousarray(part).tobytes())
     return folder
+
+
+def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama without biases, by name; the config must name head_dim and heads."""
+    names = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    E, inner, V, D = (config[name] for name in names)
+    q, kv = (config[n] * D for n in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, E),
+        "model.norm.weight": (E,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, E)
+    parts: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (q, E),
+        "self_attn.k_proj": (kv, E),
+        "self_attn.v_proj": (kv, E),
+        "self_attn.o_proj": (E, q),
+        "mlp.gate_proj": (inner, E),
+        "mlp.up_proj": (inner, E),
+        "mlp.down_proj": (E, inner),
+        "input_layernorm": (E,),
+        "post_attention_layernorm": (E,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{part}.weight": shape for part, shape in parts.items()}
+    return shapes
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], *seed: int) -> Callable[[str], Array]:
+    """Random weights for `save`, the same for the same seed; norms are ones.
+
+    Queries and keys are larger than as models are initialised, where attention is nearly flat.
+    """
+    places = {name: i for i, name in enumerate(shapes)}
+    usual = {"embed_tokens": 0.03, "q_proj": 0.05, "k_proj": 0.05}
+
+    def weight(name: str) -> Array:
+        if len(shapes[name]) == 1:
+            return np.ones(shapes[name], np.float32)
+        random = np.random.default_rng([*seed, places[name]])
+        std = np.float32(usual.get(name.split(".")[-2], 0.02))
+        return random.standard_normal(shapes[name], np.float32) * std
+
+    return weight
 
 
 def _packs(shape: tuple[int, ...], values: str) -> bool:

@@ -1,13 +1,13 @@
 """Makes a Llama r times as wide that computes the same logits, in a file of any kind.
 
-usage: python tests/widen.py TIMES OUT [MODEL] [--values float32|float16|bfloat16|4-bit]
+usage: python -m mlxkv.commands.scale.widen TIMES OUT [MODEL] [--values VALUES]
 
 A wide model with the statistics of a trained one (SmolLM2 where MODEL is left out). Every hidden
 channel stands TIMES times, a power of two: the embedding's columns, the norms, every matrix's
 outputs, so that query heads, KV heads and the MLP's width grow as whole blocks. A matrix's inputs
 are repeated too and divided among the copies by shares that are powers of two and add up to 1. A
 tied head has no shares: its last norm is divided by TIMES. It is written tensor by tensor, so that
-any size can be made.
+any size can be made. VALUES are float32, float16, bfloat16 or 4-bit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxkv.commands.selftest import stored
 from oracle.formats.header import Tensor
+from oracle.model import written
 from oracle.model.checkpoint import resolve
 
 Array = npt.NDArray[Any]
@@ -44,7 +44,7 @@ def widen(model: str | None, out: Path, *, times: int, values: str = "float32") 
     tensors, tied = checkpoint.tensors, _HEAD not in checkpoint.tensors
     config = wider(checkpoint.config, times)
     shapes = {name: _shape(name, tensor.shape, times) for name, tensor in tensors.items()}
-    return stored.save(
+    return written.save(
         out,
         config,
         shapes,
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("times", type=int)
     parser.add_argument("out", type=Path)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--values", choices=stored.VALUES, default="float32")
+    parser.add_argument("--values", choices=written.VALUES, default="float32")
     given = parser.parse_args()
     print(widen(given.model, given.out, times=given.times, values=given.values))
 

@@ -1,0 +1,1 @@
+"""`mlxkv reports --only scale`: the comparison at size, with its memory measured from outside."""
