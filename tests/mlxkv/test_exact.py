@@ -19,7 +19,7 @@ from test_gguf import CONFIG as GGUF_CONFIG
 from test_gguf import METADATA
 from test_rope_types import TYPES, described
 
-from mlxkv.engines import exact, port
+from mlxkv.engines import exact, port, recorder
 from mlxkv.engines.job import Job, longest_first
 from mlxkv.port.llama import Block, parameters
 from mlxkv.port.weights import Filling, load
@@ -35,7 +35,7 @@ from oracle.formats.plan import (
     judged_plans,
     probe_plans,
 )
-from oracle.formats.trace import CACHES, SHARED, Trace, read
+from oracle.formats.trace import CACHES, SHARED, TAPS, Meta, Trace, read, write
 from oracle.model.checkpoint import resolve
 
 JobOf = Callable[..., Job]
@@ -197,6 +197,32 @@ def test_a_first_call_that_two_plans_share_is_computed_once(
         np.testing.assert_allclose(trace.arrays[name], array, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["gqa", "mqa"])
+def test_taps_are_those_of_the_whole_model_and_so_are_fed_layers(
+    layout: str, job_of: JobOf, tmp_path: Path
+) -> None:
+    folder = models.save(tmp_path / "model", models.config(layout))
+    plan = judged(TOKENS[:12])[-1]
+    model = load(folder, "float64")
+    meta = Meta(plan, "x", "1", "float64")
+    truth, _ = recorder.run(model, plan, meta)
+    shifted = {n: a + 0.1 if n.endswith("hidden") else a for n, a in truth.arrays.items()}
+    write(tmp_path / "truth.safetensors", truth.meta, shifted)
+    fed = read(tmp_path / "truth.safetensors")
+    alone, _ = recorder.run(model, plan, meta, truth=fed)
+    job = job_of(folder, [plan], taps=TAPS, truth=str(tmp_path / "truth.safetensors"))
+    assert exact.serves(job)
+
+    found = followed(job)[plan.name], read(job.isolated(plan))
+
+    for mine, expected in zip(found, (truth, alone), strict=True):
+        assert mine.meta.outcomes == expected.meta.outcomes
+        assert mine.arrays.keys() == expected.arrays.keys()
+        for name, array in expected.arrays.items():
+            np.testing.assert_allclose(mine.arrays[name], array, rtol=1e-13, atol=1e-13)
+    assert not np.allclose(found[0].logits, found[1].logits)
+
+
 def test_plans_that_are_too_many_at_once_go_in_groups(
     job_of: JobOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +240,6 @@ def test_plans_that_are_too_many_at_once_go_in_groups(
     [
         {"dtype": "float32"},
         {"guarded": False},
-        {"taps": ("hidden",)},
         {"masks": True},
         {"dither": 1},
         {"caches": {"full": "float32"}},
