@@ -21,6 +21,8 @@ from test_rope_types import TYPES, described
 
 from mlxkv.engines import exact, port, recorder
 from mlxkv.engines.job import Job, longest_first
+from mlxkv.port import llama
+from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Block, parameters
 from mlxkv.port.weights import Filling, load
 from oracle.formats.plan import (
@@ -292,3 +294,28 @@ def test_no_more_than_a_layer_is_in_memory(
     assert 8 * layer < mx.get_peak_memory() - before < 8 * layer + beside + 2**18
     # 44 rows of 4,096 logits are 1.4 MB; they, keys and values are only in the mapped file.
     assert most < 2**20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_long_call_computes_its_parts_one_after_the_other(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = models.config("mqa", max_position_embeddings=1024, intermediate_size=2048)
+    model = load(models.save(tmp_path, config), dtype)
+
+    def called() -> tuple[Any, int]:
+        cache = Cache(model.config, dtype=dtype)
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        logits = np.array(model([models.ids(1000)], cache=cache, places=[0, 499, 999])[0])
+        return logits, mx.get_peak_memory() - held
+
+    whole, most = called()
+    monkeypatch.setattr(llama, "SCORES", 2**16)
+    monkeypatch.setattr(llama, "ROWS", 64)
+    parts, fewer = called()
+
+    np.testing.assert_allclose(parts, whole, atol=1e-4 if dtype == "float32" else 1e-12)
+    size = 8 if dtype == "float64" else 4
+    assert most > 4 * 1000 * 256 * 8 * size
+    assert fewer < 1.25 * 2**20 * size
