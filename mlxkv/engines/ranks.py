@@ -96,8 +96,8 @@ def launch(job: Job, path: str, module: str) -> None:
     text = _run([*words, str(MEETING)], job.out)
     if os.environ.get(DEBUG):
         sys.stderr.write(text)
-    if (why := _failure(text, hosts, port)) or not (job.out / "forward.txt").exists():
-        raise why or Refusal("they ended without a result", where="ranks", remedy=_last(text))
+    if _ENDED.search(text) or not (job.out / "forward.txt").exists():
+        raise _failure(text, hosts, port)
 
 
 def _run(words: list[str], out: Path) -> str:
@@ -149,15 +149,15 @@ def free_ports(n: int) -> int:
     raise Refusal(f"no {n} ports in a row are free", where="ranks", remedy="end what listens there")
 
 
-def _failure(text: str, hosts: list[Host], port: int) -> Refusal | None:
-    """Why the ranks ended, as they or mlx.launch said it; None if all ended well."""
+def _failure(text: str, hosts: list[Host], port: int) -> Refusal:
+    """Why the ranks ended, as they or mlx.launch said it."""
     refusals = [line.removeprefix("error: ") for line in text.splitlines() if "error: " in line[:7]]
     if refusals:
         # All refuse what all see; rank 0 says it without its name.
         return Refusal(min(refusals, key=lambda line: line.startswith("rank ")))
     codes = [(int(rank), int(code)) for rank, code in _ENDED.findall(text)]
     if not codes:
-        return None
+        return Refusal("they ended without a result", where="ranks", remedy=_last(text))
     # mlx.launch ends the others by SIGTERM, and may say so first.
     rank, code = next((pair for pair in codes if pair[1] != -signal.SIGTERM), codes[0])
     where = f"rank {rank}" + (f" on {hosts[rank].ssh}" if hosts[rank].ssh != HERE else "")

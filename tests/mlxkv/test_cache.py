@@ -32,7 +32,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxkv.port import cache as cache_module
-from mlxkv.port.cache import BLOCK, Cache, Layer
+from mlxkv.port import llama
+from mlxkv.port.cache import BLOCK, Cache, Causal, Layer
 
 # 1 to 5: what is held.
 
@@ -206,6 +207,29 @@ def test_6_a_mask_is_built_once_and_the_least_recently_used_go_first() -> None:
         assert cache.mask(2, 0) is kept
 
     assert list(cache.masks) == [*((2, 2 + start) for start in range(25, 40)), (2, 2)]
+
+
+@pytest.mark.parametrize("queries", [2, 256])
+def test_6_a_mask_too_large_to_keep_is_made_in_parts(
+    queries: int, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same logits, bit by bit; a call may be one block of queries or several."""
+    model, tokens = model_of("gqa"), models.ids(12)
+    monkeypatch.setattr(llama, "QUERIES", queries)
+    kept = fresh(model)
+    whole = run(model, kept, tokens[:5], tokens[5:])
+    monkeypatch.setattr(cache_module, "WHOLE_MASK", 5 * 5)
+    cache = fresh(model)
+
+    found = run(model, cache, tokens[:5], tokens[5:])
+
+    assert np.array_equal(found, whole)
+    assert (sorted(kept.masks), sorted(cache.masks)) == ([(5, 5), (7, 12)], [(5, 5)])
+    large = cache.mask(7, 5)
+    assert isinstance(large, Causal)
+    for some, columns in ((slice(None), slice(None)), (slice(2, 4), slice(0, 9))):
+        expected = np.array(kept.masks[7, 12])[some, columns]
+        assert np.array_equal(np.array(large[some, columns]), expected)
 
 
 # Any history of appends, crops, resets and clones, against lists.
