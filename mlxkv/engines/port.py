@@ -238,9 +238,7 @@ def follow(job: Job, ranks: Ranks | None = None) -> None:
     follow_on(job, filling, meta, PortRunner if ranks is None else ranks.runner(PortRunner))
 
 
-def follow_on(
-    job: Job, filling: Filling, meta: Meta, kind: type[PortRunner] = PortRunner
-) -> None:
+def follow_on(job: Job, filling: Filling, meta: Meta, kind: type[PortRunner] = PortRunner) -> None:
     """As float64 allows all plans at once, as taps are asked for, or plan by plan."""
     from mlxkv.engines import exact, recorder
 
