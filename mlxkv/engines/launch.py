@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from oracle.formats.errors import Refusal
@@ -21,11 +21,10 @@ WAIT = 0.05
 """Seconds after which it looks again."""
 
 
-def command() -> Callable[[], None]:
-    """What the command mlx.launch runs; a Refusal where this MLX has none."""
+def command() -> EntryPoint:
+    """The command mlx.launch, to be loaded; a Refusal where this MLX has none."""
     for found in entry_points(group="console_scripts", name="mlx.launch"):
-        program: Callable[[], None] = found.load()
-        return program
+        return found
     what = "this MLX has no mlx.launch, expected MLX 0.32 or another that has it"
     raise Refusal(what, where="ranks", remedy="install a newer MLX")
 
@@ -44,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end_all)
     end_with_parent()
     os.environ[PARENT] = str(os.getpid())  # which is that of the ranks here
-    program = command()
+    program: Callable[[], None] = command().load()
     names = vars(sys.modules[program.__module__])
     if names.get("select") is select.select:
         names["select"] = _waiting

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxkv.engines import launch as launcher
 from mlxkv.engines.job import Job, answer, read
 from mlxkv.engines.progress import say
 from oracle.formats import child, strict_json
@@ -84,7 +83,6 @@ def count(ranks: int, hostfile: Path | str) -> int:
 
 def launch(job: Job, path: str, module: str) -> None:
     """Runs the job on its ranks to the end; a Refusal says which rank failed, and how."""
-    launcher.command()
     hosts = hosts_of(Path(job.hostfile)) if job.hostfile else [Host(HERE, (HERE,))] * job.ranks
     port = free_ports(sum(len(host.ips) for host in hosts))
     beside = max(sum(other.ssh == host.ssh for other in hosts) for host in hosts)

@@ -20,7 +20,7 @@ import packed_models
 import pytest
 from command import mlxkv, refused
 
-from mlxkv.engines import ranks
+from mlxkv.engines import launch, ranks
 from mlxkv.engines.job import Job
 from mlxkv.engines.process import Process
 from mlxkv.port.part import Part, require_splits
@@ -271,7 +271,9 @@ def test_packed_groups_are_not_cut(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_run_on_ranks(folder_of: Any, tmp_path: Path) -> None:
+def test_what_cannot_run_on_ranks(
+    folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hosts.json").write_text(json.dumps([HOST, HOST]))
     (tmp_path / "own.py").write_text("def load(path, dtype): ...")
     for words, expected in (
@@ -281,6 +283,9 @@ def test_what_cannot_run_on_ranks(folder_of: Any, tmp_path: Path) -> None:
     ):
         done = mlxkv("compare", folder_of("gqa"), "--tokens", "1,2", *words, "--out", tmp_path)
         refused(done, expected)
+    monkeypatch.setattr(launch, "entry_points", lambda **_: ())
+    done = mlxkv("compare", folder_of("gqa"), "--tokens", "1,2", "--ranks", 2, "--out", tmp_path)
+    refused(done, "ranks: this MLX has no mlx.launch")
 
 
 def test_a_part_in_words() -> None:

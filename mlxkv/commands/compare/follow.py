@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.commands.compare.ask import Answer, Answers, Request
-from mlxkv.engines import lanes, machine, own, process
+from mlxkv.engines import lanes, launch, machine, own, process
 from mlxkv.engines.job import Job, longest_first, repeated
 from mlxkv.engines.kinds import Kind
 from mlxkv.engines.lanes import Lane, Room
@@ -122,6 +122,7 @@ def _require_ranks(request: Request) -> None:
     if request.engine not in ("port", "mlx-lm"):
         what = f"{request.engine} is not known to have shard(group), expected port or mlx-lm"
         raise Refusal(what, where="--ranks", remedy="judge it in one process")
+    launch.command()
 
 
 @contextmanager
