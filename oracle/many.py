@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +29,29 @@ def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> I
     asked = _questions(given, progress=progress, note=note)
     expected = _estimate(asked)
     note(_line(asked, expected))
-    begun = time.perf_counter()
-    yield from folder.many(asked, force=True, progress=progress, note=note)
+    begun, ends = time.perf_counter(), list[float]()
+
+    def counted(what: str, part: int, whole: int) -> None:
+        progress(what + _left(ends, len(asked)), part, whole)
+
+    for out in folder.many(asked, force=True, progress=counted, note=note):
+        ends.append(time.perf_counter())
+        yield out
     plain = IMPORTS + sum(one.seconds() for one in asked.values())
     measured.remember(_key(asked), plain, time.perf_counter() - begun)
+
+
+def _left(ends: Sequence[float], of: int) -> str:
+    """Which of several answers is being made, and how long the rest takes at the speed so far: that
+    from the end of the first on, which has the imports.
+    """
+    done = len(ends)
+    if not done:
+        return ""
+    if done == 1:
+        return f" (2 of {of})"
+    each = (ends[-1] - ends[0]) / (done - 1)
+    return f" ({done + 1} of {of}, about {rough((of - done) * each)} s left)"
 
 
 def estimate(path: Path) -> str:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from mlxkv.engines.estimate import HEAD, STATES
 from mlxkv.engines.job import Job
 from mlxkv.engines.port import Begun, PortRunner, facts
 from mlxkv.engines.progress import bar
+from mlxkv.engines.recorder import Recorder
 from mlxkv.engines.runner import Array, Batch, Run, put, runs_of
 from mlxkv.port import ops
 from mlxkv.port.cache import Cache, Layer
@@ -28,7 +31,7 @@ from mlxkv.port.llama import Block, Llama
 from mlxkv.port.weights import Filling
 from oracle.formats.plan import Call, New, Plan
 from oracle.formats.tensors import Shapes, Writer
-from oracle.formats.trace import CACHES, Meta, writer
+from oracle.formats.trace import CACHES, Meta, read, writer
 
 TRACES = 200
 """Traces that are written at once. Each has two mapped arrays a layer, and Linux allows a process
@@ -38,7 +41,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def serves(job: Job) -> bool:
     """Whether the job can be followed so: what its calls are is known before they are computed."""
-    usual = job.guarded and not (job.taps or job.masks or job.dither or job.caches or job.ranks)
+    usual = job.guarded and not (job.masks or job.dither or job.caches or job.ranks)
     plain = all(isinstance(step, New | Call) for plan in job.plans for step in plan.steps)
     single = not any(plan.batched for plan in job.plans)
     return job.dtype == "float64" and usual and plain and single
@@ -76,9 +79,16 @@ class Walk(PortRunner):
     refused, then layer by layer.
     """
 
-    def __init__(self, model: Llama, plan: Plan, *, begun: BegunPass | None = None) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        plan: Plan,
+        *,
+        begun: BegunPass | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__(model, plan)
-        self.first = begun
+        self.first, self.recorder = begun, recorder
         self.passes: list[Pass] = []
         self.said: dict[str, dict[str, int]] = {}
 
@@ -118,10 +128,14 @@ class Walk(PortRunner):
             shape = np.float64, (c.num_key_value_heads, len(cache), c.head_dim)
             for i in range(c.num_hidden_layers if len(cache) else 0):
                 found |= dict.fromkeys(_names(name, i), shape)
+        if self.recorder is not None:
+            found |= self.recorder.shapes(c)
         return found
 
-    def begin(self, filling: Filling) -> None:
+    def begin(self, filling: Filling, out: Writer) -> None:
         """Empties the caches, and looks up what enters layer 0."""
+        if self.recorder is not None:
+            self.recorder.into(out.arrays)
         self.said = {name: _facts(cache) for name, cache in self.caches.items()}
         end = 0
         for made, rows in zip(self.passes, self.rows, strict=True):
@@ -138,7 +152,7 @@ class Walk(PortRunner):
             if made.of is not None:
                 _restore(made.cache, i, made.of.layer.crop(len(made.ids)))
                 continue
-            made.hidden = block(made.hidden, made.cache, made.start)
+            made.hidden = self._computed(made, block)
             held = made.cache.layers[i]
             mx.eval(made.hidden, held.buffers or ())
             made.layer = held if made.serves else Layer()
@@ -152,6 +166,16 @@ class Walk(PortRunner):
                 self.said[name]["allocated"] += sum(buffer.nbytes for buffer in layer.buffers)
         for made in self.passes:
             made.cache.reset()
+
+    def _computed(self, made: Pass, block: Block) -> mx.array:
+        """What leaves the layer, or what the recorder puts in its place."""
+        x, i, recorder = made.hidden, block.self_attn.layer, self.recorder
+        if recorder is None:
+            return block(x, made.cache, made.start)
+        recorder.begin(made.start)
+        if i == 0:
+            recorder(0, "embedding", x)
+        return recorder(i, "hidden", block(x, made.cache, made.start, partial(recorder, i)))
 
     def ends(self, model: Llama) -> None:
         """What enters the head, for the rows that are kept."""
@@ -185,18 +209,25 @@ def follow(job: Job, filling: Filling, meta: Meta, label: str) -> None:
     """Writes the traces of all the job's plans, and the seconds spent in forward calls."""
     groups = groups_of(job, filling.model.config.hidden_size)
     total, seconds = len(groups) * (len(filling.model.layers) + 1), 0.0
+    truth = None if job.truth is None else read(Path(job.truth))
     with ops.stream(mx.float64), bar(label, total) as advance:
         filling.fill("model.norm.")
         for group in groups:
-            begun = BegunPass()
-            given = [(run, begun if run[0].name in job.shared else None) for run in group]
-            seconds += _follow(given, filling, meta, advance)
+            begun, walks = BegunPass(), []
+            for run in group:
+                fed = truth if run[1] == job.isolated(run[0]) else None
+                recorder = Recorder.of(job.taps, run[0], fed, filling.model) if job.taps else None
+                shared = begun if run[0].name in job.shared else None
+                walks.append((run, Walk(filling.model, run[0], begun=shared, recorder=recorder)))
+            seconds += _follow(walks, filling, meta, advance)
     job.write_seconds(seconds)
 
 
 def groups_of(job: Job, width: int) -> list[list[Run]]:
     """The job's runs, as many at once as STATES and TRACES allow, with hidden states (n, width)."""
     runs = sorted(runs_of(job), key=lambda run: run[0].name not in job.shared)
+    if job.truth is not None:
+        runs += [(plan, job.isolated(plan), 0) for plan in job.plans]
     groups: list[list[Run]] = []
     numbers = 0
     for run in runs:
@@ -210,7 +241,7 @@ def groups_of(job: Job, width: int) -> list[list[Run]]:
 
 
 def _follow(
-    runs: Sequence[tuple[Run, BegunPass | None]],
+    runs: Sequence[tuple[Run, Walk]],
     filling: Filling,
     meta: Meta,
     advance: Callable[[int], None],
@@ -219,11 +250,11 @@ def _follow(
     model = filling.model
     walks: list[tuple[Walk, Meta, Writer]] = []
     with ExitStack() as stack:
-        for (plan, path, repeat), begun in runs:
-            walk = Walk(model, plan, begun=begun).run()
+        for (plan, path, repeat), walk in runs:
+            walk.run()
             made = replace(meta, plan=plan, outcomes=walk.outcomes, repeat=repeat)
             out = stack.enter_context(writer(path, made, walk.shapes()))
-            walk.begin(filling)
+            walk.begin(filling, out)
             walks.append((walk, made, out))
         for i, block in enumerate(model.layers):
             filling.fill(f"model.layers.{i}.")

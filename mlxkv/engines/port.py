@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxkv.engines import machine, runner
 from mlxkv.engines.job import Job
-from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, host
+from mlxkv.engines.runner import Array, Batch, BrokenOff, PlanRunner, seen
 from oracle.formats.plan import Plan
 from oracle.formats.trace import CACHES, SHARED, Meta, Trace
 
@@ -158,7 +158,7 @@ class PortRunner(PlanRunner):
             places=None if whole else places,
             tap=self.tap,
         )
-        return host(logits)
+        return seen(logits)
 
     def says(self) -> dict[str, Any]:
         found = {name: facts(cache) for name, cache in self.caches.items()}

@@ -18,9 +18,11 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.port import PortRunner
 from mlxkv.engines.progress import bar
 from mlxkv.engines.runner import Array, Batch, host
+from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.llama import Llama
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
+from oracle.formats.tensors import Shapes, release
 from oracle.formats.trace import TAPS, Meta, Trace, read, write
 
 
@@ -38,6 +40,39 @@ class Recorder:
         self.n, self.taps, self.feed = n, {"embedding", *taps}, feed
         self.arrays: dict[str, Array] = {}
         self.begin(0)
+
+    @classmethod
+    def of(cls, taps: Collection[str], plan: Plan, truth: Trace | None, model: Llama) -> Recorder:
+        """One for a plan; with `truth` each layer is fed the truth's input."""
+        feed = None if truth is None else hidden_states(truth, len(model.layers))
+        return cls(plan.longest, taps=taps, feed=feed)
+
+    def shapes(self, config: LlamaConfig) -> Shapes:
+        """Of `arrays`, in float64."""
+        names = [f"{i:03d}/{tap}" for i in range(config.num_hidden_layers) for tap in TAPS]
+        kept = [name for name in names if name.split("/")[1] in self.taps]
+        found = {f"tap/{name}": self._shape(name.split("/")[1], config) for name in kept}
+        return found | {"tap/000/embedding": (np.float64, (self.n, config.hidden_size))}
+
+    def _shape(self, tap: str, c: LlamaConfig) -> tuple[type, tuple[int, ...]]:
+        H, K, D, F = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.intermediate_size,
+        )
+        heads = dict.fromkeys(("q", "q_rope"), (H, self.n, D))
+        heads |= dict.fromkeys(("k", "k_rope", "v"), (K, self.n, D))
+        heads |= {"scores": (H, self.n, self.n)}
+        wide = {"attention": H * D} | dict.fromkeys(("gate", "up", "activation"), F)
+        return np.float64, heads.get(tap, (self.n, wide.get(tap, c.hidden_size)))
+
+    def into(self, arrays: Mapping[str, Array]) -> None:
+        """Takes the arrays of a trace that is being written, to be filled in place."""
+        self.arrays = {name: array for name, array in arrays.items() if name.startswith("tap/")}
+        for array in self.arrays.values():
+            array[...] = np.nan
+            release(array)
 
     def begin(self, first: int) -> None:
         """A call begins whose first token stands at position `first`."""
@@ -110,8 +145,7 @@ def run(
     With `truth` each layer is fed the truth's input; the trace's logits are then those of the head
     alone, on the truth's last hidden state.
     """
-    feed = None if truth is None else hidden_states(truth, len(model.layers))
-    recorder = Recorder(plan.longest, taps=taps, feed=feed)
+    recorder = Recorder.of(taps, plan, truth, model)
     runner = TapRunner(model, plan, recorder, guarded=guarded).run()
     made = replace(meta, plan=plan, outcomes=runner.outcomes)
     return Trace(made, runner.arrays() | recorder.arrays), runner.seconds

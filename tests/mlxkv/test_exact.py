@@ -19,8 +19,10 @@ from test_gguf import CONFIG as GGUF_CONFIG
 from test_gguf import METADATA
 from test_rope_types import TYPES, described
 
-from mlxkv.engines import exact, port
+from mlxkv.engines import exact, port, recorder
 from mlxkv.engines.job import Job, longest_first
+from mlxkv.port import llama
+from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Block, parameters
 from mlxkv.port.weights import Filling, load
 from oracle.formats.plan import (
@@ -35,7 +37,7 @@ from oracle.formats.plan import (
     judged_plans,
     probe_plans,
 )
-from oracle.formats.trace import CACHES, SHARED, Trace, read
+from oracle.formats.trace import CACHES, SHARED, TAPS, Meta, Trace, read, write
 from oracle.model.checkpoint import resolve
 
 JobOf = Callable[..., Job]
@@ -197,6 +199,32 @@ def test_a_first_call_that_two_plans_share_is_computed_once(
         np.testing.assert_allclose(trace.arrays[name], array, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["gqa", "mqa"])
+def test_taps_are_those_of_the_whole_model_and_so_are_fed_layers(
+    layout: str, job_of: JobOf, tmp_path: Path
+) -> None:
+    folder = models.save(tmp_path / "model", models.config(layout))
+    plan = judged(TOKENS[:12])[-1]
+    model = load(folder, "float64")
+    meta = Meta(plan, "x", "1", "float64")
+    truth, _ = recorder.run(model, plan, meta)
+    shifted = {n: a + 0.1 if n.endswith("hidden") else a for n, a in truth.arrays.items()}
+    write(tmp_path / "truth.safetensors", truth.meta, shifted)
+    fed = read(tmp_path / "truth.safetensors")
+    alone, _ = recorder.run(model, plan, meta, truth=fed)
+    job = job_of(folder, [plan], taps=TAPS, truth=str(tmp_path / "truth.safetensors"))
+    assert exact.serves(job)
+
+    found = followed(job)[plan.name], read(job.isolated(plan))
+
+    for mine, expected in zip(found, (truth, alone), strict=True):
+        assert mine.meta.outcomes == expected.meta.outcomes
+        assert mine.arrays.keys() == expected.arrays.keys()
+        for name, array in expected.arrays.items():
+            np.testing.assert_allclose(mine.arrays[name], array, rtol=1e-13, atol=1e-13)
+    assert not np.allclose(found[0].logits, found[1].logits)
+
+
 def test_plans_that_are_too_many_at_once_go_in_groups(
     job_of: JobOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +242,6 @@ def test_plans_that_are_too_many_at_once_go_in_groups(
     [
         {"dtype": "float32"},
         {"guarded": False},
-        {"taps": ("hidden",)},
         {"masks": True},
         {"dither": 1},
         {"caches": {"full": "float32"}},
@@ -267,3 +294,28 @@ def test_no_more_than_a_layer_is_in_memory(
     assert 8 * layer < mx.get_peak_memory() - before < 8 * layer + beside + 2**18
     # 44 rows of 4,096 logits are 1.4 MB; they, keys and values are only in the mapped file.
     assert most < 2**20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_long_call_computes_its_parts_one_after_the_other(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = models.config("mqa", max_position_embeddings=1024, intermediate_size=2048)
+    model = load(models.save(tmp_path, config), dtype)
+
+    def called() -> tuple[Any, int]:
+        cache = Cache(model.config, dtype=dtype)
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        logits = np.array(model([models.ids(1000)], cache=cache, places=[0, 499, 999])[0])
+        return logits, mx.get_peak_memory() - held
+
+    whole, most = called()
+    monkeypatch.setattr(llama, "SCORES", 2**16)
+    monkeypatch.setattr(llama, "ROWS", 64)
+    parts, fewer = called()
+
+    np.testing.assert_allclose(parts, whole, atol=1e-4 if dtype == "float32" else 1e-12)
+    size = 8 if dtype == "float64" else 4
+    assert most > 4 * 1000 * 256 * 8 * size
+    assert fewer < 1.25 * 2**20 * size

@@ -44,7 +44,7 @@ from mlxkv.port.weights import load
 from mlxkv.report import page, phrases, terminal
 from oracle.formats import rows
 from oracle.formats.errors import Refusal
-from oracle.formats.plan import Plan
+from oracle.formats.plan import Plan, in_calls
 from oracle.formats.run_folder import Inputs, inputs_digest, read_plans
 from oracle.formats.trace import Trace
 from oracle.model.checkpoint import resolve
@@ -424,10 +424,19 @@ def test_a_folder_with_a_sample_cannot_show_all_rows(sampled: Made, tmp_path: Pa
     refused(done, "--all-rows", "keeps a sample of rows", "make another folder", notes="oracle: ")
 
 
-def test_a_trace_with_another_folder_s_rows_is_refused(sampled: Made, tmp_path: Path) -> None:
-    whole = replace(sampled.plans["full"], rows=(0, 1, 2))
-    with pytest.raises(Refusal, match="its rows are a sample: give a folder with that probe"):
-        by_plan(sampled.case.manifest, [port.run(sampled.model, whole)])
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (N, "its rows are a probe's: give a folder"),
+        (1025, "its rows are a sample: give the folder"),
+    ],
+)
+def test_a_trace_with_another_folder_s_rows_is_refused(length: int, words: str) -> None:
+    case = synthetic()
+    plan = in_calls("full", tuple(range(length)), [length], rows=(0, 1, 2))
+    run = make_candidates(case)["full"]
+    with pytest.raises(Refusal, match=words):
+        by_plan(case.manifest, [replace(run, meta=replace(run.meta, plan=plan))])
 
 
 # At the true size.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,44 @@ def test_a_config_far_larger_than_its_weights_is_refused_before_anything_of_its_
     assert made == [1]
     assert mx.get_peak_memory() - held < 2**20
     assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float64", 8)])
+def test_loading_takes_the_weights_and_one_tensor_as_it_is_stored(
+    dtype: str, size: int, tmp_path: Path
+) -> None:
+    config = models.config("gqa", hidden_size=256, intermediate_size=512, vocab_size=1000)
+    folder = models.save(tmp_path, config)
+    sizes = [int(np.prod(shape)) for shape in models.shapes(config).values()]
+    checkpoint = resolve(str(folder))
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    tracemalloc.start()
+
+    model = from_checkpoint(checkpoint, dtype)
+
+    _, ours = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    weights, stored = size * sum(sizes), 4 * max(sizes)
+    assert mx.get_active_memory() - held < weights + 2**16
+    assert weights < mx.get_peak_memory() - held < weights + stored + 2**16
+    assert ours < 2**18  # the file is mapped
+    del model
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_that_overflows_in_the_runs_dtype_is_refused(name: str, tmp_path: Path) -> None:
+    config = models.config("gqa")
+    weights = models.weights(config)
+    weights[name][3, 5] = -65520.0  # the least that float16 has no number for
+
+    says = f"{tmp_path / 'model.safetensors'}: {name} holds NaN or infinity in float16"
+    assert refusal(tmp_path, config, weights, dtype="float16").startswith(says)
+    assert refusal(tmp_path, config, weights, dtype="float64", rounded_to="float16") == (
+        f"{says}, expected finite weights; check the file"
+    )
+    weights[name][3, 5] = -65519.0
+    assert load(models.save(tmp_path / "fits", config, weights), "float16")
 
 
 # Shards, ties.

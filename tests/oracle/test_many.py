@@ -8,6 +8,7 @@ import models
 import pytest
 from command import oracle, refused
 
+from oracle import many
 from oracle.formats import questions
 from oracle.formats.questions import Asked, One
 from oracle.formats.run_folder import read_manifest, read_plans
@@ -60,3 +61,12 @@ def test_a_file_that_will_not_do_is_refused_by_its_key(model: Path, tmp_path: Pa
     refused(oracle("many", ids), "id 1000000 at place 0")
     text = written(tmp_path, model, One(str(tmp_path / "a"), prompt="x"))
     refused(oracle("many", text), "no tokenizer.json")
+
+
+def test_the_rest_is_estimated_by_the_speed_of_what_is_done() -> None:
+    """The first answer has the imports, so that it says nothing of the others."""
+    assert [many._left(ends, 10) for ends in ([], [99.0], [99.0, 101.0, 103.0])] == [
+        "",
+        " (2 of 10)",
+        " (4 of 10, about 14 s left)",
+    ]

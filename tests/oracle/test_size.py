@@ -238,7 +238,7 @@ def test_many_questions_on_one_model_are_each_what_one_alone_is(made, tmp_path, 
 
     assert "its logits are odd (1 of 4 questions were refused)" in refusal(answered)
     assert there == [["a"], ["a", "probe"], ["a", "b", "probe"]]
-    assert notes == ["warning: no bad, as it is refused: its logits are odd"]
+    assert notes == ["warning: no answer on 7 tokens: its logits are odd"]
     assert loaded == [1]
     folder.run(str(made / "tied"), out=tmp_path / "alone", tokens=TOKENS[3:9], steps=0, threads=1)
     for name, other in {"b": "alone", "probe": "alone/probe"}.items():

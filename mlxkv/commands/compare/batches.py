@@ -66,7 +66,7 @@ def batches(
     answers = ask(requests)
     named = [(str(one.name), of) for one, of in zip(requests, answers.each, strict=True)]
     longest = max(named, key=lambda one: one[1].case.length)[0]
-    with lanes.room() as room, bar("prompts", len(named)) as advance:
+    with lanes.room() as room:
         cut = _cut(engine, named, answers.probe, room.folder)
         probe = probed(engine, answers, room) if len(cut) > 1 else None
         for some in cut:
@@ -78,10 +78,11 @@ def batches(
                 asked = Answers(tuple(of for _, of in some.sequences), answers.probe)
                 asked = asked if probe is None else replace(asked, probe=None)
                 runs = followed(engine, asked, room, part=some.part, probe=probe)
-                for (name, _), one in zip(some.sequences, runs, strict=True):
-                    made.append(judge(name, one, name == longest))
-                    yield made[-1]
-                    advance(1)
+                with bar("judging", len(runs)) as advance:
+                    for (name, _), one in zip(some.sequences, runs, strict=True):
+                        made.append(judge(name, one, name == longest))
+                        advance(1)
+                        yield made[-1]
                 _write(place, made)
                 room.finish(digest, place)
             for lane in some.lanes.values():
