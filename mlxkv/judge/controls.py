@@ -7,7 +7,7 @@ must differ; the errors that the folder stores of it must be those measured here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,12 +99,11 @@ def _of_stored_errors(yardstick: Yardstick, held: Measures) -> Iterator[Control]
         yield Control(each.name, "agree", each.passed, each.value, each.limit, each.quantity)
 
 
-def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Array]:
-    errors = {"rms": run.rms, "shift": run.shift, "peak": run.peak}
+def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Iterable[Array]]:
+    errors: dict[str, Iterable[Array]] = {"rms": run.rms, "shift": run.shift, "peak": run.peak}
     if layers(case.truth) == 0:
         return errors
-    keys, values = measure.cache_errors(of, case.truth)[0]
-    return errors | {"keys": keys, "values": values}
+    return errors | {kind: measure.layer_errors(of, case.truth, kind) for kind in noise.CACHE}
 
 
 def _reason(control: Control, disputed: bool) -> str:

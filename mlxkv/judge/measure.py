@@ -1,6 +1,7 @@
 """What a run is judged by: its distance from the truth, in float64, a block of rows at a time.
 
-Arrays are memory-mapped, so a trace of any length needs a few MB here. Rows may stand in any order
+Arrays are memory-mapped, so the logits of a trace of any length need a few MB here, and keys and
+values one number for each of their rows. Rows may stand in any order
 in a file; results are in order of position. A truth may hold a sample of the positions: rows of a
 run at others are passed over. This module knows no limit and gives no verdict.
 Axes: R rows, V vocabulary, n positions, K key/value heads, D head_dim.
@@ -122,29 +123,59 @@ def difference(a: Trace, b: Trace) -> tuple[Array, Floats]:
     return positions, rms
 
 
-def cache_errors(trace: Trace, truth: Trace) -> tuple[Floats, Floats]:
-    """rms and max over D of the cache's error, each (keys and values, layers, K, n)."""
-    found = [kind_errors(trace, truth, kind) for kind in ("keys", "values")]
-    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
+def rms_over(e: Floats) -> Floats:
+    """The rms over the last axis."""
+    return np.asarray(np.sqrt(np.mean(e * e, axis=-1)))
+
+
+def worst_over(e: Floats) -> Floats:
+    """The largest absolute value over the last axis."""
+    return np.asarray(np.abs(e).max(-1))
+
+
+def as_stored(array: Array, part: slice) -> Array:
+    """Rows of a layer's keys or values that is laid out as the truth's: (K, positions, D)."""
+    return array[:, part]
+
+
+def cache_errors(trace: Trace, truth: Trace, over: Callable[[Floats], Floats] = rms_over) -> Floats:
+    """What `over` makes of the cache's errors over D: (keys and values, layers, K, n)."""
+    return np.stack([kind_errors(trace, truth, kind, over) for kind in ("keys", "values")])
 
 
 def kind_errors(
-    trace: Trace, truth: Trace, kind: str, undo: Callable[[Array], Array] = np.asarray
-) -> tuple[Floats, Floats]:
-    """rms and max over D of the error of keys, or of values, each (layers, K, n).
+    trace: Trace,
+    truth: Trace,
+    kind: str,
+    over: Callable[[Floats], Floats] = rms_over,
+    rows: Callable[[Array, slice], Array] = as_stored,
+) -> Floats:
+    """The same of keys, or of values: (layers, K, n)."""
+    return np.stack(list(layer_errors(trace, truth, kind, over, rows)))
 
-    `undo` gives a layer's stored array as the truth has it, (K, n, D).
+
+def layer_errors(
+    trace: Trace,
+    truth: Trace,
+    kind: str,
+    over: Callable[[Floats], Floats] = rms_over,
+    rows: Callable[[Array, slice], Array] = as_stored,
+) -> Iterator[Floats]:
+    """The same of one layer after another, each (K, n).
+
+    `rows` gives those of a layer's stored array at some positions as the truth has them.
     """
-    found = []
     for layer in range(layers(truth)):
         name = f"kv/{CACHE}/{layer:03d}/{kind}"
         if name not in trace.arrays or name not in truth.arrays:
             what, remedy = f"no {kind} of layer {layer}", "write keys and values of every layer"
             raise Refusal(f"{what}, expected them", where=trace.label, remedy=remedy)
+        mine, its = trace.arrays[name], truth.arrays[name]
+        found = np.empty(its.shape[:2])
         with np.errstate(invalid="ignore", over="ignore"):
-            e = np.subtract(undo(trace.arrays[name]), truth.arrays[name], dtype=np.float64)
-            found.append((np.sqrt(np.mean(e * e, axis=-1)), np.abs(e).max(-1)))
-    return np.stack([rms for rms, _ in found]), np.stack([worst for _, worst in found])
+            for part in spans(its):
+                found[:, part] = over(np.subtract(rows(mine, part), its[:, part], dtype=np.float64))
+        yield found
 
 
 def cache_largest(truth: Trace) -> Floats | None:
@@ -152,11 +183,28 @@ def cache_largest(truth: Trace) -> Floats | None:
 
     None where the trace has no cache.
     """
-    pairs = [truth.kv(CACHE, layer) for layer in range(layers(truth))]
-    rows = [
-        np.stack([np.abs(array).max(-1) for array in pair]) for pair in pairs if pair is not None
-    ]
-    return np.stack(rows, 1) if rows else None
+    pairs = [pair for layer in range(layers(truth)) if (pair := truth.kv(CACHE, layer)) is not None]
+    if not pairs:
+        return None
+    found = np.empty((2, len(pairs), *pairs[0][0].shape[:2]))
+    for layer, pair in enumerate(pairs):
+        for kind, array in enumerate(pair):
+            found[kind, layer] = row_largest(array)
+    return found
+
+
+def row_largest(array: Array) -> Floats:
+    """The largest |value| of each row of a layer's keys, or values: (K, n)."""
+    found = np.empty(array.shape[:2])
+    for part in spans(array):
+        found[:, part] = np.abs(array[:, part]).max(-1)
+    return found
+
+
+def spans(array: Array) -> Iterator[slice]:
+    """Slices over the positions of keys or values (K, n, D), each of a block of them."""
+    heads, n, width = array.shape
+    return blocks(n, heads * width)
 
 
 def ulp(values: Floats, dtype: str) -> Floats:

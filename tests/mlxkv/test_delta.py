@@ -362,7 +362,9 @@ def test_cache_errors_keep_kind_layer_head_and_position_apart() -> None:
         return a
 
     exact = replace(CASE.truth, meta=STEP.meta)
-    rms, worst = cache_errors(changed(exact, "kv/a/001/values", move), CASE.truth)
+    moved = changed(exact, "kv/a/001/values", move)
+    rms = cache_errors(moved, CASE.truth)
+    worst = cache_errors(moved, CASE.truth, measuring.worst_over)
     assert rms.shape == (2, 2, 2, N)
     assert [tuple(i) for i in np.argwhere(rms > 0).tolist()] == [(1, 1, 1, 9)]
     assert rms[1, 1, 1, 9] == pytest.approx(4 / np.sqrt(8))
