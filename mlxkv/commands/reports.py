@@ -119,7 +119,7 @@ SECONDS = {
     "caches": 420,
     "prompts": 160,
     "long": 800,
-    "cost": 650,
+    "cost": 540,
     "selftest": 260,
     "calibration": 650,
 }

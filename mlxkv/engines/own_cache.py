@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.engines.kinds import Kind
+from mlxkv.engines.machine import has
 from mlxkv.engines.own import Source, function_of, named
 from mlxkv.engines.runner import blamed_on
 from oracle.formats.errors import Refusal
@@ -55,6 +56,10 @@ def _function(file: Path | None, module: str, function: str, name: str) -> Calla
     """`make`; its file or module is executed once in a process."""
     if file is not None:
         return function_of(Source(file, function, name), "config")
+    if not has(package := module.partition(".")[0]):
+        what = f"Python finds no module {package}, expected one that is installed"
+        remedy = f"name its file: {module.replace('.', '/')}.py:{function}"
+        raise Refusal(what, where=name, remedy=remedy)
     with blamed_on(name, "import"):
         found = importlib.import_module(module)
     return named(found, function, "config", name, module)

@@ -69,7 +69,7 @@ def test_reports_say_their_parts_and_the_sum_of_their_times(
         monkeypatch.setitem(reports.PARTS, part, lambda *_, made=made: made)
     list(reports.write(tmp_path / "all"))
     parts = "compare, pitfalls, caches, prompts, long, cost, selftest, calibration"
-    assert said[0] == f"reports: {parts}: about 52 min on two cores"
+    assert said[0] == f"reports: {parts}: about 50 min on two cores"
     list(reports.write(tmp_path / "one", only=["compare"]))
     assert said[-1] == "reports: compare: about 40 s on two cores"
 

@@ -755,7 +755,10 @@ def test_the_default_run_is_announced_with_less_than_12_minutes(
     fed, asked = ask.passage(ask.Request(), default_checkpoint), variants.default()
     specs = [one.known for one in asked if one.known]
     probed = run._probe(asked, default_checkpoint, fed)
-    assert 300 < run._seconds(default_checkpoint, fed, asked, specs, probed) < 720
+    slow = run._beside(ask.Request(device="cpu"), default_checkpoint, asked)
+    given = (default_checkpoint, fed, asked, specs, probed)
+    assert slow
+    assert 300 < run._seconds(*given, slow) < run._seconds(*given, ()) < 720
 
 
 def test_quantised_caches_run_beside_the_others_where_a_cpu_has_the_memory(
@@ -784,20 +787,23 @@ def test_quantised_caches_run_beside_the_others_where_a_cpu_has_the_memory(
 def test_a_process_beside_the_others_that_dies_costs_its_own_variants_alone(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = process.Process.wait
+    begun = process.Process.__enter__
 
-    def wait(self: process.Process) -> process.Finished:
-        if self.kept:
+    def enter(self: process.Process) -> process.Process:
+        running = begun(self)
+        if self.kept and self.popen:
             self.popen.kill()
-        return begun(self)
+        return running
 
-    asked = {"tokens": TOKENS[:12], "length": 8, "chunk": 4, "device": "cpu"}
     caches = ("QuantizedKVCache:bits=4,group_size=32", "StoredKVCache")
-    request = ask.Request(model=checkpoint.source, caches=caches, **asked)
+    sizes = {"length": 8, "chunk": 4}
+    request = ask.Request(
+        model=checkpoint.source, caches=caches, tokens=TOKENS[:12], device="cpu", **sizes
+    )
     whole = run.run(request)
     assert [one.failed for one in whole.measured] == ["", "", ""]
     assert whole.beside == ("QuantizedKVCache:bits=4,group_size=32",)
-    monkeypatch.setattr(process.Process, "wait", wait)
+    monkeypatch.setattr(process.Process, "__enter__", enter)
     plain, quantised, stored = run.run(request).measured
     assert "ended by signal 9" in quantised.failed
     assert (plain.failed, stored.failed) == ("", "")

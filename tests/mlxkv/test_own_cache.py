@@ -143,6 +143,17 @@ def test_a_cache_without_the_rest_of_the_protocol_is_fed_and_no_more(
 
 
 @pytest.mark.parametrize(
+    ("name", "file"), [("not_there:make", "not_there.py:make"), ("a.b:make", "a/b.py:make")]
+)
+def test_a_module_that_python_does_not_find_may_be_a_file(model: Any, name: str, file: str) -> None:
+    with pytest.raises(Refusal) as error:
+        caches_for(model, kinds.parse(name))
+    package = name.partition(":")[0].partition(".")[0]
+    what = f"Python finds no module {package}, expected one that is installed"
+    assert str(error.value) == f"{name}: {what}; name its file: {file}"
+
+
+@pytest.mark.parametrize(
     ("source", "says"),
     [
         ("def make(", "mine.py:make: import failed with SyntaxError"),

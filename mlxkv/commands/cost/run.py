@@ -36,9 +36,11 @@ PREFILLED, DECODED, ORACLE = 7e-11, 4.3e-10, 6e-11
 """Seconds for each parameter of the model and each token: of a prefilled one and a decoded one of a
 variant, its rows reduced, and of one of each pass of the oracle's. From the default model's
 134,515,008 on two quiet cores: 160 and 18 tokens a second, 0.003 s a row, 65 s for the truth and
-three known answers. Beside other work on the same cores the 16 default variants took about 68 s of
-CPU each; the forward calls in `reports/`, whose cores were busier still, took 35 to 345 s by the
-clock, half of them under 71 s, and 31 minutes together. A whole run on quiet cores: 771 s.
+three known answers.
+"""
+BESIDE = 0.8
+"""What the variants take, of that, where some run beside the others. On two quiet cores the 16
+default ones took 465 s; one after another, a whole run took 771 s, of which 75 are the oracle's.
 """
 _SCORING = "mlxkv.commands.cost.scoring"
 _ONE_THREAD = ("QuantizedKVCache", "SplitKVCache", "SwitchedKVCache")
@@ -69,10 +71,11 @@ def run(request: Request) -> Cost:
     asked = tuple(_without_misfit(one, checkpoint) for one in asked)
     specs = [one.known for one in asked if one.known]
     probed = _probe(asked, checkpoint, fed)
-    announce(f"cost: {len(asked)} variants", _seconds(checkpoint, fed, asked, specs, probed))
+    beside = _beside(request, checkpoint, asked)
+    seconds = _seconds(checkpoint, fed, asked, specs, probed, beside)
+    announce(f"cost: {len(asked)} variants", seconds)
     plots.load_aside()
     say(f"oracle: the truth of {len(fed.tokens)} tokens and {len(specs)} known answers")
-    beside = _beside(request, checkpoint, asked)
     kept = oracle.text_folder(checkpoint, fed.tokens, specs, fresh=request.fresh)
     with kept as folder, process.scratch() as room:
         truth = text.read(folder)
@@ -115,11 +118,12 @@ def _seconds(
     asked: Sequence[Variant],
     specs: Sequence[str],
     probed: Probe | None,
+    beside: Sequence[str],
 ) -> float:
     prefilled = fed.length + (len(probed.tokens) if probed else 0)
     decoded, truths = len(fed.tokens) - fed.length, 3 + len(set(specs))
     each = PREFILLED * prefilled + DECODED * decoded
-    whole = each * len(asked) + ORACLE * truths * len(fed.tokens)
+    whole = each * len(asked) * (BESIDE if beside else 1) + ORACLE * truths * len(fed.tokens)
     return whole * checkpoint.parameters
 
 
