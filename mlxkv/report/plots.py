@@ -102,12 +102,10 @@ def heat_strip(
 
     `at`, a layer and a position, is outlined. What is not finite is grey.
     """
-    values = np.array(strip.values, np.float64)  # None becomes NaN
-    layers, n = values.shape
-    starts = np.arange(0, n, -(-n // _MOST_COLUMNS))
+    layers, n = len(strip.values), len(strip.values[0])
+    step = -(-n // _MOST_COLUMNS)
+    starts, columns = np.arange(0, n, step), strip.columns(step)
     edges = np.append(starts, n) - 0.5
-    # A column that holds one value that is not finite is not finite.
-    columns = np.maximum.reduceat(values, starts, axis=1)
     with drawing(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
         axes = figure.add_subplot(facecolor="#BBBBBB")
         _colours(figure, axes, columns, edges, strip.limit)
