@@ -30,7 +30,8 @@ _SETTINGS = {
     "font.size": 10,
 }
 _MOST_TOKENS = 40
-_MOST_COLUMNS = 120  # of a strip: more positions share a column, which shows the largest
+# Of a strip: more positions share a column, which shows the largest. A cell takes 230 bytes.
+_MOST_COLUMNS, _MOST_CELLS = 120, 8000
 _DECADES = (-17, 4)  # of its colours; what is outside has the last one's
 
 
@@ -103,7 +104,7 @@ def heat_strip(
     `at`, a layer and a position, is outlined. What is not finite is grey.
     """
     layers, n = len(strip.values), len(strip.values[0])
-    step = -(-n // _MOST_COLUMNS)
+    step = -(-n // min(_MOST_COLUMNS, max(1, _MOST_CELLS // layers)))
     starts, columns = np.arange(0, n, step), strip.columns(step)
     edges = np.append(starts, n) - 0.5
     with drawing(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
