@@ -116,6 +116,7 @@ _run = options(
     option("--oracle", "A folder from `mlxkv-oracle run`, made here or elsewhere.", type=FOLDER),
     option("--fresh", "Ask the oracle again, whatever was kept.", is_flag=True),
     option("--quick", "Leave out the probe: up to 300 ids that span the vocabulary.", is_flag=True),
+    option("--all-rows", "Of over 1,024 tokens compare all rows, not a sample.", is_flag=True),
     option(
         "--candidate",
         "A trace of a third engine, to be judged beside (may be given again).",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from oracle.formats import disk, run_folder, trace
+from oracle.formats import disk, rows, run_folder, trace
 from oracle.formats.errors import Refusal, one_line
 from oracle.formats.plan import Greedy, New, Plan
 from oracle.formats.progress import Note, Progress, silent
@@ -162,7 +162,8 @@ def _run(question: Question, model: Reference, folder: Path, progress: Progress)
     for i, name in enumerate(names):
         progress(f"transformers {whose} ({dtype}): {name}", i, len(names))
         kind, plan = name.split("-")
-        if greedy is not None and name == f"{model.kinds[-1]}-step":
+        all_rows = plans[plan].rows == "all"
+        if greedy is not None and all_rows and name == f"{model.kinds[-1]}-step":
             made = _by_steps(greedy, plans[plan])
         else:
             made = _whole(model.run(plans[plan], attention=kind))
@@ -196,12 +197,17 @@ def _proved(question: Question, model: Reference, runs: _Runs) -> _Pool:
 
 
 def _greedy(question: Question, model: Reference, progress: Progress) -> Trace | None:
-    """The run that chooses the greedy tokens, with all its rows; None where none are asked for."""
+    """The run that chooses the greedy tokens; None where none are asked for.
+
+    It has all rows, as the step plan's run, but where that plan keeps a sample.
+    """
     if not question.steps:
         return None
     progress("greedy tokens", 0, 1)
     steps = New("a"), Greedy("a", question.tokens, 0, question.steps)
-    return _whole(model.run(Plan("greedy", steps), attention=model.kinds[-1]))
+    whole = question.all_rows or question.length <= rows.WHOLE
+    plan = Plan("greedy", steps, "all" if whole else "last")
+    return _whole(model.run(plan, attention=model.kinds[-1]))
 
 
 def _by_steps(greedy: Trace, plan: Plan) -> Trace:
@@ -300,6 +306,7 @@ def _manifest(
         tokens=sequence,
         original=config.original,
         probe=question.probe,
+        all_rows=question.all_rows,
         texts=[question.tokenizer.token_text(id) for id in sequence] if question.tokenizer else [],
         generated=pool.generated,
         plans={name: plan.digest for name, plan in pool.plans.items()},

@@ -79,6 +79,7 @@ def cli() -> None:
 @option("--chunks", "Sizes of the prompt's chunks  [default: 3/5 and the rest]", type=Listed(whole))
 @_computed
 @option("--taps", "Places in a layer that the truth records.", type=Listed(str), default="hidden")
+@option("--all-rows", "Of over 1,024 tokens keep all rows of logits, not a sample.", is_flag=True)
 @option("--no-probe", "Leave the probe out.", is_flag=True)
 @option("--probe-out", "The probe's folder  [default: probe, in the other]", type=_PATH)
 @option("--keep-pool", "Keep the eager runs too.", is_flag=True)

@@ -245,6 +245,7 @@ def show(folder: Path | str) -> str:
         *_without_truth(m),
         f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, "
         f"and {after} after them",
+        *_sample(read_plans(folder, m)["full"], m),
         f"made with    torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['threads']} threads, {made['os']}",
         *(f"proof        {line}" for line in proofs(m)),
@@ -276,6 +277,16 @@ def _probe_lines(probe: Manifest) -> list[str]:
     """What a probe is, and its proofs."""
     ids = f"{len(probe.tokens)} ids from {min(probe.tokens)} to {max(probe.tokens)}"
     return [f"{ids}, {probe.prompt_tokens} of them in the first call", *proofs(probe)]
+
+
+def _sample(full: plans.Plan, m: Manifest) -> list[str]:
+    """The line that says how many positions have a row of logits, if not all have."""
+    if isinstance(full.rows, str):
+        return []
+    n = len(m.tokens)
+    return [
+        f"rows         {len(full.rows):,} of {n:,} of logits; keys and values of every position"
+    ]
 
 
 def _to_copy(m: Manifest, folder: Path, size: int) -> list[str]:

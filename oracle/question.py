@@ -50,6 +50,7 @@ class Asked(Computed, total=False):
     steps: int
     chunks: Sequence[int] | None
     taps: Sequence[str]
+    all_rows: bool
 
 
 class Making(Asked, total=False):
@@ -88,6 +89,7 @@ class Question(Inputs):
             prompt=self.prompt_tokens,
             chunks=chunks,
             original=self.config.original,
+            all_rows=self.all_rows,
         )
 
     def probed(self) -> Question:
@@ -140,7 +142,7 @@ class Question(Inputs):
 
     def members(self, plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
         """The pool that follows these plans, the probe's with the model's own attention only."""
-        return members_of(plans, kinds[-1:] if self.probe else kinds)
+        return members_of(plans, kinds[-1:] if self.probe else kinds, length=self.length)
 
     def segments(self, plans: Mapping[str, Plan]) -> dict[str, list[int]]:
         """How the truth follows the sequence: whole, by steps and in chunks, as segment lengths.
@@ -210,6 +212,7 @@ def ask(
     dtype: str = "float32",
     threads: int | None = None,
     taps: Sequence[str] = ("hidden",),
+    all_rows: bool = False,
     revision: str | None = None,
     ignore_keys: Sequence[str] = (),
     progress: Progress = silent,
@@ -234,6 +237,7 @@ def ask(
         dtype=dtype,
         threads=threads or os.cpu_count() or 1,
         taps=taps,
+        all_rows=all_rows,
         tokenizer=tokenizer,
     )
     question.check()

@@ -50,6 +50,7 @@ class Question(Inputs):
         else:
             given += [f"--tokens={_commas(self.tokens)}", f"--prompt-tokens={self.prompt_tokens}"]
         given += [f"--chunks={_commas(self.chunks)}"] if self.chunks is not None else []
+        given += ["--all-rows"] if self.all_rows else []
         return [self.kind, *given, f"--steps={self.steps}", f"--taps={','.join(self.taps)}"]
 
 

@@ -33,7 +33,10 @@ def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
             known = ", ".join(f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items()))
             what, remedy = f"plan digest is {digest[:12]}", "run the oracle folder's plans"
             if not isinstance(trace.meta.plan.rows, str):
-                remedy = "its rows are a probe's: give a folder with that probe, and no --quick"
+                remedy = (
+                    "its rows are a sample: give a folder with that probe and no --quick, or one "
+                    "made without --all-rows"
+                )
             raise Refusal(f"{what}, expected one of {known}", where=trace.label, remedy=remedy)
         for name in names:
             if name in found:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oracle.formats import contents
+from oracle.formats.plan import JUDGED
 from oracle.formats.run_folder import PROBE as PROBE
 from oracle.formats.run_folder import Manifest, Pool, read_manifest
 from oracle.formats.tensors import Array
@@ -15,8 +16,7 @@ from oracle.formats.trace import Trace
 CACHE = "a"
 """The name that judged plans give their one cache."""
 
-ORDER = ("full", "step", "prefixes", "chunked", "mixed")
-"""The judged plans, in the order in which they are shown."""
+ORDER = JUDGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,11 @@ class Case:
     def cached(self) -> str:
         """The plan whose cache is judged: step, which the probe has not."""
         return "chunked" if self.manifest.probe else "step"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some positions have no row of logits: keys and values are there of all."""
+        return len(self.truth.positions) < self.length
 
     @property
     def rows(self) -> list[int]:

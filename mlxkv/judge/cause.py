@@ -95,7 +95,8 @@ def find(case: Case, candidates: Mapping[str, Trace], suspects: Suspects) -> Cau
     """
     n, unsought = suspects.n, "the cause was not looked for"
     floors = logit_floors(case, measure.truth_rows(case.truth))
-    runs = {plan: run for plan in ORDER if (run := _first(candidates.get(plan), n)) is not None}
+    found = {plan: _first(candidates.get(plan), case, n) for plan in ORDER}
+    runs = {plan: run for plan, run in found.items() if run is not None}
     measured = {plan: measure.measure(run, case.truth) for plan, run in runs.items()}
     above = [plan for plan, one in measured.items() if not _sigma(one.rms, one, floors) <= SIGMA]
     for plan in above[:1]:
@@ -127,7 +128,7 @@ def blind(
     tried: dict[str, bool] = {}  # one mistake may be several suspects, one for each plan
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
-        shown = any(_seen(suspect, candidates[plan], suspects.n, floors) for plan in plans)
+        shown = any(_seen(suspect, case, candidates[plan], suspects.n, floors) for plan in plans)
         if case.cached in plans and not shown:
             of_cache = _of_cache(case, suspect)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
@@ -159,13 +160,14 @@ def read_suspects(folder: Path, fingerprint: str) -> Suspects:
     return Suspects(tuple(listed), arrays["columns"], angles, arrays["rms"].shape[1])
 
 
-def _first(run: Trace | None, n: int) -> Trace | None:
+def _first(run: Trace | None, case: Case, n: int) -> Trace | None:
     """Only the rows of the first n positions, where there are any, in order of position."""
-    if run is None or not (np.asarray(run.positions) < n).any():
+    if run is None:
         return None
-    order = np.argsort(run.positions, kind="stable")
-    keep = order[np.asarray(run.positions)[order] < n]
-    return replace(run, arrays={name: run.arrays[name][keep] for name in ("logits", "positions")})
+    at, rows, _ = measure.beside(run, case.truth)
+    keep = rows[at < n]
+    arrays = {name: run.arrays[name][keep] for name in ("logits", "positions")}
+    return replace(run, arrays=arrays) if len(keep) else None
 
 
 def _sigma(rms: Floats, run: Measures, floors: Floors) -> float:
@@ -207,15 +209,16 @@ def _left(run: Trace, measured: Measures, suspect: Suspect, columns: Array) -> F
         return np.asarray(np.maximum(sampled, np.abs(measured.rms - suspect.rms[at])))
 
 
-def _seen(suspect: Suspect, run: Trace, n: int, floors: Floors) -> bool:
+def _seen(suspect: Suspect, case: Case, run: Trace, n: int, floors: Floors) -> bool:
     """Whether the logits' gates on the run would have shown the suspect."""
-    at = np.asarray(run.positions)[np.asarray(run.positions) < n]
-    sigmas = suspect.rms[at] / floors.rms[at]
+    every, _, rows = measure.beside(run, case.truth)
+    at, rows = every[every < n], rows[every < n]
+    sigmas = suspect.rms[at] / floors.rms[rows]
     pairs = (
-        (np.sqrt(np.sum(sigmas**2, keepdims=True) / len(run.positions)), SIGMA),
+        (np.sqrt(np.sum(sigmas**2, keepdims=True) / len(every)), SIGMA),
         (sigmas, limits.WORST),
-        (suspect.peak[at] / floors.peak[at], limits.PEAK),
-        (np.abs(suspect.shift[at]) / floors.shift[at], limits.SHIFT),
+        (suspect.peak[at] / floors.peak[rows], limits.PEAK),
+        (np.abs(suspect.shift[at]) / floors.shift[rows], limits.SHIFT),
     )
     return any((values > SURE * limit).any() for values, limit in pairs)
 

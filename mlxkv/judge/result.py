@@ -191,6 +191,23 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Of how many positions logits were `compared`, of those `kept` by the oracle folder, `of` all.
+
+    Keys and values are compared at every position.
+    """
+
+    compared: int = 0
+    kept: int = 0
+    of: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the folder keeps a sample, as of a long sequence."""
+        return self.kept < self.of
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What was judged: whose run, of which model, over which tokens."""
 
@@ -212,7 +229,8 @@ class Verdict:
     `scopes` are those of which every gate ran; `plans` those compared. `unseen` is the list "not
     exercised" (`unseen.py`); `found` is what a wrong run shows of itself (`finding.py`), "" if
     nothing. `floor` is that of the centred rms at the positions `floor_at`. `against` is the truth,
-    or where there is none transformers itself, and then "agree" says no more than that.
+    or where there is none transformers itself, and then "agree" says no more than that. `rows` are
+    those of the sequence itself, without the probe.
     """
 
     outcome: Outcome
@@ -234,6 +252,7 @@ class Verdict:
     distinct: int = 0
     cause: Cause | None = None
     against: Literal["truth", "transformers"] = "truth"
+    rows: Rows = Rows()
 
     @property
     def exit_code(self) -> int:
@@ -254,7 +273,10 @@ class Verdict:
         return tuple(worst.values())
 
     def to_json(self) -> dict[str, Any]:
-        """`mlxkv-verdict/1`: plain values; numbers that are not finite are null."""
+        """`mlxkv-verdict/1`: plain values; numbers that are not finite are null.
+
+        `rows` is there where not all were kept. Of long curves a part is written (MOST_POINTS).
+        """
         value = asdict(replace(self, floor=(), floor_at=(), curves=()))
         for name in ("floor", "floor_at", "curves"):
             del value[name]
@@ -262,6 +284,8 @@ class Verdict:
         by_position: dict[str, Any] = {"positions": floor.positions, "floor": floor.rms}
         by_position["rms"] = [asdict(curve.thinned) for curve in self.curves]
         value["not_exercised"] = value.pop("unseen")
+        if not self.rows.sampled:
+            del value["rows"]
         value |= {"format": FORMAT, "exit_code": self.exit_code, "hint": self.hint}
         value |= {"distinct_members": value.pop("distinct"), "by_position": by_position}
         for gate, shown in zip(self.gates, value["gates"], strict=True):

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
+from mlxkv.judge.result import Rows
 from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import PROBE_LENGTH, Feed, Plan, left_out
 from oracle.formats.trace import SHARED, Trace
@@ -26,17 +27,30 @@ _LIFE = (
 )
 
 
-def unseen(main: Judged, probe: Judged | None, *, why_no_probe: str) -> list[str]:
-    """Each line without a full stop; `why_no_probe` is said where none was compared."""
+def unseen(main: Judged, probe: Judged | None, rows: Rows, *, why_no_probe: str) -> list[str]:
+    """Each line without a full stop; `why_no_probe` is said where none was compared.
+
+    `rows` are those of the main sequence.
+    """
     sequences = [one for one in (main, probe) if one is not None and (one.runs or one.exact)]
     if not sequences:
         return list(NOTHING)
     plans = [t.meta.plan for one in sequences for t in (one.runs or one.exact).values()]
-    lines = [_positions(sequences, probe), _ids(sequences, main.case.truth.logits.shape[1])]
+    lines = [_sample(rows), _positions(sequences, probe)]
+    lines += [_ids(sequences, main.case.truth.logits.shape[1])]
     lines += [*_shapes(plans), _absent_plan(main), *_prefixes(main)]
     lines += [*_rows(sequences), _LIFE, _repeats(sequences)]
     lines += [f"the probe: {why_no_probe}"] if probe is None else _of_probe(probe)
     return [line for line in lines if line]
+
+
+def _sample(rows: Rows) -> str | None:
+    """That logits were compared at a sample of the positions."""
+    if not rows.sampled:
+        return None
+    left = f"{rows.of - rows.compared:,} of {rows.of:,} rows of logits"
+    how = "keys and values are kept of every position; --all-rows keeps all"
+    return f"{left}: {rows.compared:,} of {rows.of:,} rows compared, {how}"
 
 
 def _positions(sequences: Sequence[Judged], probe: Judged | None) -> str | None:

@@ -22,6 +22,7 @@ from mlxkv.judge.result import (
     FirstWrong,
     Gate,
     Outcome,
+    Rows,
     Scope,
     Subject,
     Verdict,
@@ -59,7 +60,8 @@ def judge(
         reasons.append("candidate: nothing to compare, expected a trace of one judged plan or more")
     verdict = _verdict(case, sequences, about, reasons)
     why_no_probe = _why_no_probe(case, probe)
-    return replace(verdict, unseen=tuple(unseen(main, probed, why_no_probe=why_no_probe)))
+    lines = unseen(main, probed, verdict.rows, why_no_probe=why_no_probe)
+    return replace(verdict, unseen=tuple(lines))
 
 
 def _verdict(
@@ -87,7 +89,16 @@ def _verdict(
         curves=tuple(_curve(plan, run) for plan, run in main.measures.items()),
         distinct=case.pool.distinct,
         against="truth" if case.has_truth else "transformers",
+        rows=_rows(main),
     )
+
+
+def _rows(main: Judged) -> Rows:
+    """Those that any plan's run has, in either lane, beside the truth's."""
+    kept = set(main.case.truth.positions.tolist())
+    runs = [*main.runs.values(), *main.exact.values()]
+    compared = {at for run in runs for at in run.positions.tolist()} & kept
+    return Rows(len(compared), len(kept), main.case.length)
 
 
 def _probed(case: Case, probe: Probed | None) -> tuple[Judged | None, list[str]]:

@@ -88,6 +88,7 @@ def markdown(
     parts = [
         [f"# {ours} against transformers: {manifest.title}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
+        _rows(verdict),
         _lines(verdict),
         _gates(verdict),
         not_exercised(verdict),
@@ -116,6 +117,18 @@ def to_json(
         "prompt": manifest.prompt,
         "environment": dict(environments),
     }
+
+
+def _rows(verdict: Verdict) -> list[str]:
+    """Which rows of logits a long sequence is judged by."""
+    compared = phrases.rows(verdict.rows)
+    if not compared:
+        return []
+    which = (
+        "the first, the prompt's end, each border of calls and of blocks with its neighbours, a "
+        "geometric ladder, and what is decoded"
+    )
+    return [f"Of the logits {compared}: {which}. Keys and values are compared at every position."]
 
 
 def _lines(verdict: Verdict) -> list[str]:

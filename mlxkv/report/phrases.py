@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from mlxkv.judge.delta import Figures, Pair
-from mlxkv.judge.result import Control, Verdict
+from mlxkv.judge.result import Control, Rows, Verdict
 from mlxkv.report.text import environment_rows, number, power, quoted, several
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Meta
@@ -55,7 +55,8 @@ def oracle_side(manifest: Manifest) -> Side:
 def sentence(verdict: Verdict) -> str:
     alone = verdict.against == "transformers"
     if verdict.outcome == "agree":
-        return f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
+        agree = f"{'agrees with transformers' if alone else 'agree'} ({', '.join(verdict.scopes)})"
+        return agree + (f", {compared}" if (compared := rows(verdict.rows)) else "")
     if verdict.outcome == "cannot tell":
         first, *rest = verdict.reasons or ("no gate could run",)
         return f"cannot tell: {first}" + (f" (and {len(rest)} more)" if rest else "")
@@ -84,6 +85,11 @@ def _alone(verdict: Verdict) -> str:
     if len(right) == 1:
         return f"plan {right[0]} agrees"
     return f"plans {', '.join(right)} agree" if right else ""
+
+
+def rows(of: Rows) -> str:
+    """How many rows of logits were compared, where that is a sample; else ""."""
+    return f"{of.compared:,} of {of.of:,} rows compared" if of.sampled else ""
 
 
 def unseen(verdict: Verdict) -> str | None:

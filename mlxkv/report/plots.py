@@ -62,33 +62,41 @@ def error_by_position(
     floor: Sequence[float],
     *,
     limit: float,
+    at: Sequence[int] | None = None,
     texts: Sequence[str] = (),
     title: str = "Error by position",
 ) -> str:
-    """The curves over the floor, which has a value for each position; `limit` is in floors.
+    """The curves over the floor, which has a value at each of the positions `at` (None: all).
 
-    `texts` are the tokens, which stand below up to 40 positions.
+    `limit` is in floors. `texts` are the tokens, which stand below up to 40 positions. Of long
+    curves a part is drawn, as `Curve.thinned` says.
     """
+    at = range(len(floor)) if at is None else at
+    n = max(at, default=-1) + 1
+    # Where not every position has a row, marks show which have.
+    size = 4 if n <= _MOST_TOKENS else 2 if len(at) < n else 0
+    least = Curve("noise floor", tuple(at), tuple(floor)).thinned
     with drawing(9, 4.5) as figure:
-        axes, at = figure.add_subplot(), np.arange(len(floor))
-        axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
-        above, label = np.multiply(floor, limit), f"limit, {limit:g} floors"
-        axes.plot(at, above, color="#000000", linewidth=1, label=label)
-        for i, curve in enumerate(curves):
+        axes, where = figure.add_subplot(), least.positions
+        axes.fill_between(
+            where, least.rms, color="#BBBBBB", alpha=0.6, linewidth=0, label=least.plan
+        )
+        above, label = np.multiply(least.rms, limit), f"limit, {limit:g} floors"
+        axes.plot(where, above, color="#000000", linewidth=1, label=label)
+        for i, curve in enumerate(each.thinned for each in curves):
             color, marker, line = _LOOKS[i % len(_LOOKS)]
-            size = 4 if len(floor) <= _MOST_TOKENS else 0
             rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
             looks = {"color": color, "marker": marker, "linestyle": line, "markersize": size}
             axes.plot(curve.positions, rms, linewidth=1.2, label=curve.plan, **looks)
         axes.set(title=title, ylabel="rms error against float64 (logits)", yscale="log")
-        axes.set(xlim=(-0.5, len(floor) - 0.5))
+        axes.set(xlim=(-0.5, n - 0.5))
         # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is
         # read as such.
         axes.yaxis.set_major_formatter(lambda value, _: power(value))
         axes.yaxis.set_minor_formatter(lambda *_: "")
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-        _label_positions(axes, len(floor), texts)
+        _label_positions(axes, n, texts)
         return svg(figure)
 
 

@@ -25,9 +25,10 @@ def console(
     decoded = len(manifest.tokens) - manifest.prompt_tokens
     prompt = clip(phrases.prompt(manifest), _MOST_PROMPT)
     proofs = ": ".join(phrases.proofs(manifest))
+    sample = f"; {compared}" if (compared := phrases.rows(verdict.rows)) else ""
     lines = [
         f"{manifest.title}  {manifest.dtype}  {engines}",
-        f"{several(len(manifest.tokens), 'token')}: {prompt} + {decoded}",
+        f"{several(len(manifest.tokens), 'token')}: {prompt} + {decoded}{sample}",
         proofs,
         "",
         *_tables(verdict),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oracle.formats import trace
+from oracle.formats import rows, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import (
     WITHOUT_REFERENCE,
@@ -40,7 +40,8 @@ from oracle.formats.trace import Trace
 
 DTYPES = ("float32", "float16", "bfloat16")
 """What transformers' runs are computed in."""
-KINDS = ("eager", "sdpa")
+EAGER = "eager"
+KINDS = (EAGER, "sdpa")
 """transformers' kinds of attention for a Llama."""
 _AGAIN = "copy or make the folder again"
 
@@ -84,8 +85,26 @@ def read_probe(folder: Path, of: Manifest) -> Contents | None:
     return None if inside is None else read(inside)
 
 
-def members_of(plans: Collection[str], kinds: Sequence[str] = KINDS) -> list[str]:
-    """The pool for these plans, as "KIND-PLAN"; only the last kind follows the chunked plan."""
+def kinds_of(length: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
+    """Those of a model's kinds of attention that are in the pool of a sequence of so many tokens.
+
+    Of a long one without eager, which writes out all scores of a layer, heads times the square of
+    the length: 10 GB at 9 heads and 16,384 tokens. Where it is the last, the class's own, as a
+    neighbour's is, it stays: the others may leave out what it computes.
+    """
+    if length <= rows.WHOLE or kinds[-1] == EAGER:
+        return tuple(kinds)
+    return tuple(kind for kind in kinds if kind != EAGER)
+
+
+def members_of(
+    plans: Collection[str], kinds: Sequence[str] = KINDS, *, length: int = 0
+) -> list[str]:
+    """The pool for these plans of a sequence of so many tokens, as "KIND-PLAN".
+
+    Only the last kind follows the chunked plan.
+    """
+    kinds = kinds_of(length, kinds)
     wanted = [f"{kind}-{plan}" for kind in kinds for plan in ("full", "step")]
     wanted += [f"{kinds[-1]}-chunked", SEQUENTIAL]
     return [name for name in wanted if name.split("-")[1] in plans]
@@ -146,8 +165,13 @@ def _plans(manifest: Manifest, references: Mapping[str, Trace]) -> dict[str, Pla
     prompt, chunks = manifest.prompt_tokens, None
     if "chunked" in references:
         chunks = prompt_calls(references["chunked"].meta.plan, len(manifest.tokens), prompt)
-    original = manifest.original
-    return judged_plans(manifest.tokens, prompt=prompt, chunks=chunks, original=original)
+    return judged_plans(
+        manifest.tokens,
+        prompt=prompt,
+        chunks=chunks,
+        original=manifest.original,
+        all_rows=manifest.all_rows,
+    )
 
 
 def _of_files(manifest: Manifest) -> Iterator[str]:
@@ -216,13 +240,14 @@ def _shape(cache: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _of_pool(manifest: Manifest, pool: Pool) -> Iterator[str]:
-    kinds, llama = pool.kinds, list(KINDS[-1:] if manifest.probe else KINDS)
+    kinds, n = pool.kinds, len(manifest.tokens)
+    llama = list(KINDS[-1:] if manifest.probe else kinds_of(n))
     once = list(dict.fromkeys(kinds))
     if not kinds or kinds != (llama if manifest.has_truth else once):
         expected = ", ".join(llama) if manifest.has_truth else "one or more, each once"
         yield f"{FLOORS}: kinds are {', '.join(kinds) or 'none'}, expected {expected}"
         return
-    wanted = members_of(manifest.plans, kinds)
+    wanted = members_of(manifest.plans, kinds, length=n)
     for where, members in ((FLOORS, pool.members), ("manifest.json", manifest.pool)):
         if members != wanted:
             found = ", ".join(members) or "none"

@@ -14,11 +14,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import msgspec
 
+from oracle.formats import rows as sample
 from oracle.formats import strict_json
 from oracle.formats.errors import Inexpressible, Refusal, brief
 
@@ -33,6 +35,8 @@ PREFIXES_MOST = 32_768
 under four minutes."""
 PROBE_LENGTH = 300
 """Tokens of the probe: beyond the block of 256 rows in which caches grow, and beyond eight bits."""
+JUDGED = ("full", "step", "prefixes", "chunked", "mixed")
+"""The judged plans, in the order in which they are made and shown."""
 WITHOUT_REFERENCE = ("prefixes", "mixed")
 """The judged plans that transformers does not follow: the truth and the floors, by position, are
 what they are judged by."""
@@ -360,13 +364,15 @@ def judged_plans(
     prompt: int,
     chunks: list[int] | None = None,
     original: int | None = None,
+    all_rows: bool = False,
 ) -> dict[str, Plan]:
     """The plans that a comparison judges, over `tokens` of which the first `prompt` are the prompt.
 
     full: one call. step: the prompt, then single tokens. prefixes: no cache, the growing prefix
     from the prompt on. chunked: the prompt in `chunks` (default: ceil(0.6 prompt) and the rest),
     then single tokens. mixed: chunks longer than what is held, and after single tokens, to the end.
-    Those of `left_out` are not among them; `original` is as there.
+    Those of `left_out` are not among them; `original` is as there. All but the prefixes keep the
+    same rows: of a long sequence a sample (`oracle.formats.rows`), unless `all_rows`.
     """
     if not 1 <= prompt <= len(tokens):
         expected = f"expected 1 to {len(tokens)} (the length of the sequence)"
@@ -377,17 +383,16 @@ def judged_plans(
     if chunks is not None and (sum(sizes) != prompt or min(sizes) < 1):
         what = f"chunks {','.join(map(str, sizes))} do not add up to the prompt's {prompt} tokens"
         raise Refusal(what, where="plan", remedy="give positive sizes that do")
-    singles = [1] * (len(ids) - prompt)
-    without = left_out(len(ids), prompt=prompt, original=original)
-    plans = {"full": in_calls("full", ids, [len(ids)])}
-    plans["step"] = in_calls("step", ids, [prompt, *singles])
+    singles, n = [1] * (len(ids) - prompt), len(ids)
+    calls = {"full": [n], "step": [prompt, *singles], "chunked": [*sizes, *singles]}
+    calls["mixed"] = mixed_sizes(n)
+    without = left_out(n, prompt=prompt, original=original)
+    calls = {name: sizes for name, sizes in calls.items() if name not in without}
+    rows = sample.kept(n, prompt, calls.values(), all_rows=all_rows)
+    plans = {name: in_calls(name, ids, sizes, rows) for name, sizes in calls.items()}
     if "prefixes" not in without:
         plans["prefixes"] = Plan("prefixes", growing_prefixes(ids, prompt), "last")
-    if "chunked" not in without:
-        plans["chunked"] = in_calls("chunked", ids, [*sizes, *singles])
-    if "mixed" not in without:
-        plans["mixed"] = in_calls("mixed", ids, mixed_sizes(len(ids)))
-    return plans
+    return {name: plans[name] for name in JUDGED if name in plans}
 
 
 def prompt_calls(plan: Plan, length: int, prompt: int) -> list[int]:
@@ -456,8 +461,8 @@ def fewer_prefixes(plan: Plan) -> Plan:
 
 def in_calls(name: str, ids: Ids, sizes: Sequence[int], rows: Rows = "all") -> Plan:
     """A plan that feeds `ids` into one new cache in calls of these sizes."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    calls = (Call("a", ids[s : s + n], s) for s, n in zip(starts, sizes, strict=True))
+    ends = accumulate(sizes)
+    calls = (Call("a", ids[end - n : end], end - n) for end, n in zip(ends, sizes, strict=True))
     return Plan(name, (New("a"), *calls), rows)
 
 

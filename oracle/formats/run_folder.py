@@ -49,7 +49,8 @@ class Manifest:
     taken out of the config; `packed` says how weights are stored ("" if they are plain). `proofs`
     holds measured values. `inputs` is the digest of all that the results depend on.
     `environment` is text to show. `original` is the length beyond which the model has other RoPE
-    factors (None: no such length). `probe` says that the tokens are those of the probe.
+    factors (None: no such length). `probe` says that the tokens are those of the probe. `all_rows`:
+    each position has its row of logits, however long the sequence is (`oracle.formats.rows`).
     """
 
     source: str
@@ -76,6 +77,7 @@ class Manifest:
     inputs: str
     original: int | None = None
     probe: bool = False
+    all_rows: bool = False
 
     @property
     def has_truth(self) -> bool:
@@ -112,6 +114,7 @@ class Inputs:
     follow, of which the last is not part of the sequence. `chunks` are the sizes in which the
     chunked plan sends the prompt (None: the usual ones), `taps` the places inside a layer that the
     truth records. `probe` says that the tokens are those of the probe, which has plans of its own.
+    `all_rows`: logits of every position are kept, and not of a long sequence a sample.
     """
 
     tokens: tuple[int, ...]
@@ -122,6 +125,7 @@ class Inputs:
     threads: int = 0
     taps: Collection[str] = ("hidden",)
     probe: bool = False
+    all_rows: bool = False
 
     @property
     def cached(self) -> str:
@@ -307,7 +311,7 @@ def inputs_digest(fingerprint: str, config_digest: str, inputs: Inputs) -> str:
     value = {
         "weights": [fingerprint, config_digest],
         "tokens": [inputs.tokens, inputs.prompt_tokens, inputs.steps, inputs.chunks],
-        "run": [inputs.dtype, inputs.threads, sorted(inputs.taps), inputs.probe],
+        "run": [inputs.dtype, inputs.threads, sorted(inputs.taps), inputs.probe, inputs.all_rows],
         "versions": [version("torch"), version("transformers")],
         "sources": sources(),
     }

@@ -69,13 +69,19 @@ def write(
     stored = frozenset(tensor.dtype for tensor in checkpoint.tensors.values())
     known = usual(config, dtype=manifest.dtype, stored=stored)
     calls = {name: _spans(folder, manifest, name) for name in dict.fromkeys(("full", plan))}
-    n = min(len(manifest.tokens), MOST)
+    right = trace.read(folder / run_folder.TRUTH)
+    n = min(_leading(right), MOST)
     each = len(known + _at_borders(config, calls, n, manifest.dtype)) * checkpoint.parameters
     n = min(n, max(LEAST, _WORK // each))
     suspects = known + _at_borders(config, calls, n, manifest.dtype)
-    right = trace.read(folder / run_folder.TRUTH)
     arrays = _arrays(weights, Rows(config, suspects, n, tuple(manifest.tokens)), right, progress)
     _write(out, manifest, plan, config, suspects, arrays)
+
+
+def _leading(right: Trace) -> int:
+    """How many positions from the start on have a row of logits: of a sample not all have."""
+    rows = np.arange(len(right.positions))
+    return int(np.count_nonzero(np.cumprod(right.positions == rows)))
 
 
 def _spans(folder: Path, manifest: Manifest, plan: str) -> list[tuple[int, int]]:

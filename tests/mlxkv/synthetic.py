@@ -1,5 +1,6 @@
 """An oracle folder and candidates made from random numbers: no model, no weights, a vocabulary of
-64 and 24 tokens; and the probe of 300 tokens, of which a sample of rows is kept.
+64 and 24 tokens; and the probe of 300 tokens, of which a sample of rows is kept, as of any
+sequence of more than `rows.WHOLE`.
 
 The truth is random; the five members of the pool, and a correct candidate, are the truth plus
 independent noise of the size that float32 arithmetic makes.
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.judge.case import Case, Probed
+from oracle.formats.contents import kinds_of
 from oracle.formats.plan import (
     PROBE_LENGTH,
     Plan,
@@ -71,7 +73,9 @@ def make_case(
     """The oracle's side; `kv` are K and D."""
     size, given = NOISE[dtype] if noise is None else noise, {"n": n, "prompt": prompt, "kv": kv}
     judged = plans(n, prompt) if tokens is None else judged_plans(tokens, prompt=prompt)
-    case = _case(judged, range(n), **given, dtype=dtype, seed=seed, size=size)
+    rows = judged["full"].rows
+    kept = range(n) if isinstance(rows, str) else rows
+    case = _case(judged, kept, **given, dtype=dtype, seed=seed, size=size)
     if tokens is None:
         return case
     return replace(case, manifest=replace(case.manifest, tokens=tokens, texts=[]))
@@ -108,8 +112,8 @@ def _case(
         meta(judged["full"], engine="truth", dtype="float64", weights_dtype=dtype), arrays
     )
     members = [m for m in MEMBERS if m.split("-")[1] in judged]
-    members = [m for m in members if not m.startswith("eager")] if probe else members
-    kinds = ["sdpa"] if probe else ["eager", "sdpa"]
+    kinds = ["sdpa"] if probe else list(kinds_of(n))
+    members = [m for m in members if "eager" in kinds or not m.startswith("eager")]
     runs = {m: noisy(arrays["logits"], rng, size) for m in members}
     caches = {
         m: {name: noisy(arrays[name], rng, size / 8) for name in cache_names()} for m in members
@@ -209,9 +213,10 @@ def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> 
     )
     for name, plan in judged.items():
         first = about.prompt_tokens - 1 if name == "prefixes" else 0
+        held = case.truth.positions >= first
         arrays: dict[str, Array] = {
-            "logits": noisy(case.truth.logits[first:], rng, size),
-            "positions": case.truth.positions[first:],
+            "logits": noisy(case.truth.logits[held], rng, size),
+            "positions": case.truth.positions[held],
         }
         if name == case.cached:
             arrays |= {kv: noisy(case.truth.arrays[kv], rng, size / 8) for kv in cache_names()}

@@ -16,7 +16,7 @@ from mlxkv.engines.progress import say, steps
 from mlxkv.judge.case import Case, read_case
 from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.config.rope import Rope
-from oracle.formats import run_folder
+from oracle.formats import rows, run_folder
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan
 from oracle.model import tokenizer as tokenizers
@@ -32,8 +32,9 @@ class Request:
 
     If `prompt_tokens` is given, `tokens` are the whole sequence and so many of them the prompt.
     `cache` is one that runs inside mlx-lm's Llama, whose engine is then mlx-lm. `name` tells one of
-    several requests from the others. `quick` leaves the probe out. `has_oracle` says that the
-    command has the option --oracle, for its messages.
+    several requests from the others. `quick` leaves the probe out, `all_rows` compares all rows of
+    logits of a long sequence. `has_oracle` says that the command has the option --oracle, for its
+    messages.
     """
 
     model: str | None = None
@@ -53,6 +54,7 @@ class Request:
     prompt_tokens: int | None = None
     name: str | None = None
     quick: bool = False
+    all_rows: bool = False
     has_oracle: bool = False
 
 
@@ -203,6 +205,8 @@ def _require_same(request: Request, manifest: run_folder.Manifest, where: Path) 
     for name, given in (("steps", request.steps), ("chunks", request.chunks)):
         if given is not None:
             raise Refusal(f"{where} has its own plans", where=f"--{name}", remedy=remedy)
+    if request.all_rows and not manifest.all_rows and len(manifest.tokens) > rows.WHOLE:
+        raise Refusal(f"{where} keeps a sample of rows", where="--all-rows", remedy=remedy)
 
 
 def _answer(
@@ -231,6 +235,7 @@ def _question(request: Request, checkpoint: Checkpoint, *, beyond: str) -> oracl
         prompt_tokens=request.prompt_tokens or len(ids),
         steps=steps,
         chunks=request.chunks,
+        all_rows=request.all_rows,
         dtype=request.dtype or "float32",
         threads=os.cpu_count() or 1 if request.threads is None else request.threads,
     )

@@ -56,7 +56,12 @@ def files(compared: Compared, *, commands: Sequence[str]) -> dict[str, str]:
     prompt = manifest.tokens[: manifest.prompt_tokens]
     return {
         "compare.svg": plots.error_by_position(
-            verdict.curves, verdict.floor, limit=WORST, texts=manifest.texts, title=title
+            verdict.curves,
+            verdict.floor,
+            at=verdict.floor_at,
+            limit=WORST,
+            texts=manifest.texts,
+            title=title,
         ),
         "compare.json": pretty(to_json(compared)),
         "compare.md": page.markdown(

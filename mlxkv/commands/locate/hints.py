@@ -81,12 +81,15 @@ def explain(layer: Layer, tap: str, first: int, heads: Sequence[int]) -> str:
     return words if dtype is None else f"{words}; every number of it is one that {dtype} holds"
 
 
-def behind(mine: Array, its: Array, *, near: float, dtype: str) -> str | None:
-    """What all rows of wrong logits (n, V) share, as only the last steps make it; else None."""
+def behind(mine: Array, its: Array, at: Array, *, near: float, dtype: str) -> str | None:
+    """What all rows of wrong logits (n, V) share, as only the last steps make it; else None.
+
+    `at` (n,) are their positions.
+    """
     other = narrower(mine, its, dtype)
     if other is not None:
         return f"the logits of this {dtype} run are rounded to {other}"
-    found = scale(mine, its, near=near)
+    found = scale(mine, its, near=near, at=at)
     if found is not None:
         return f"{found}: the final norm ({NORM}), or a scale of the logits"
     error = np.subtract(mine, its, dtype=np.float64)

@@ -51,11 +51,12 @@ def look(base: Located, truth: Trace, opened: Opened) -> Located | None:
             return _located(base, truth, opened, wrong, rows)
     if not rows or rows[-1].tap != "hidden" or rows[-1].layer != count(truth) - 1:
         return None
-    _, of_run, of_truth = measure.beside(opened.run, truth)
+    at, of_run, of_truth = measure.beside(opened.run, truth)
     its = truth.logits[of_truth]
     dtype = opened.run.meta.dtype
     near = SLACK[dtype] * float(np.abs(its).max())
-    words = hints.behind(opened.run.logits[of_run], its, near=near, dtype=dtype) or hints.HEAD
+    logits = opened.run.logits[of_run]
+    words = hints.behind(logits, its, at, near=near, dtype=dtype) or hints.HEAD
     right = f"each of the {len(rows)} taps is within its limits, what leaves the last layer too"
     plan = opened.run.meta.plan.name
     return replace(base, plan=plan, rows=tuple(rows), hint=f"behind the layers: {words} ({right})")

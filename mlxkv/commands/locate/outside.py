@@ -206,10 +206,10 @@ def _keys(layer: Layer) -> str:
 
 def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     """Of wrong logits after a cache that is right in every layer."""
-    _, of_run, of_truth = measure.beside(held.run, case.truth)
+    at, of_run, of_truth = measure.beside(held.run, case.truth)
     mine, its = held.run.logits[of_run], case.truth.logits[of_truth]
     floors = np.asarray(case.floors["rms"], np.float64).max()
-    found = hints.behind(mine, its, near=NEAR * float(floors), dtype=case.manifest.dtype)
+    found = hints.behind(mine, its, at, near=NEAR * float(floors), dtype=case.manifest.dtype)
     within = "keys and values are within their limits in every layer"
     if found is not None:
         return replace(base, hint=f"{within}: behind the layers: {found}")
@@ -217,8 +217,9 @@ def _behind(base: Located, case: Case, verdict: Verdict, held: Held) -> Located:
     curve = next((curve for curve in verdict.curves if curve.plan == held.plan), None)
     by_row = patterns.in_floors(verdict, curve) if curve else np.zeros(0)
     # A NaN says nothing of its origin: numbers that a mask or a wrong row makes are finite.
-    if len(by_row) == case.length and _alone(by_row) and np.isfinite(mine).all():
-        rows = patterns.which(_above(by_row), held.run.meta.plan)
+    every = len(by_row) == len(case.truth.positions)
+    if every and _alone(by_row) and np.isfinite(mine).all():
+        rows = patterns.which(_above(by_row), held.run.meta.plan, at)
         made = f"made in layer {last}, the last, after its keys and values"
         hint = f"{within}: {made}: {ATTENTION}, or their logits (wrong {rows})"
         return replace(base, layer=last, hint=hint)

@@ -9,7 +9,7 @@ import numpy as np
 from mlxkv.commands.locate import held as caches
 from mlxkv.commands.locate.rows import plural
 from mlxkv.judge.case import CACHE, Case
-from mlxkv.judge.measure import Bools, Floats
+from mlxkv.judge.measure import Array, Bools, Floats
 from mlxkv.judge.result import Curve, Verdict
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
@@ -66,7 +66,10 @@ def growing(verdict: Verdict) -> bool:
     full = next((curve for curve in verdict.curves if curve.plan == "full"), None)
     if full is None or len(full.positions) < 16:
         return False
-    quarters = [float(np.median(part)) for part in np.array_split(in_floors(verdict, full), 4)]
+    at, by_row = np.array(full.positions), in_floors(verdict, full)
+    # Of a long sequence, whose first positions have more rows, each quarter of the positions.
+    parts = np.array_split(np.arange(at[0], at[-1] + 1), 4)
+    quarters = [float(np.median(by_row[np.isin(at, part)])) for part in parts]
     return quarters == sorted(quarters) and quarters[-1] > UNEVEN * quarters[0]
 
 
@@ -77,19 +80,24 @@ def in_floors(verdict: Verdict, curve: Curve) -> Floats:
     return np.asarray(np.array(curve.rms) / floor)
 
 
-def which(rows: Bools, plan: Plan) -> str:
-    """Which of n rows, and of which calls, where that tells them from the others."""
-    wrong, n = np.flatnonzero(rows), len(rows)
+def which(rows: Bools, plan: Plan, at: Array | None = None) -> str:
+    """Which of n rows, and of which calls, where that tells them from the others.
+
+    `at` (n,) are the rows' positions, in rising order; None where those are 0 to n - 1.
+    """
+    n = len(rows)
+    at = np.arange(n) if at is None else at
+    wrong = at[rows]
     if len(wrong) == n:
         return "at every position"
     named = f"from position {wrong[0]} on"
-    if len(wrong) < n - wrong[0]:
+    if len(wrong) < n - int(np.argmax(rows)):
         shown, many = ", ".join(map(str, wrong.tolist())), f"{len(wrong)} of {n} positions"
         named = f"at {many}, of which {wrong[0]} is the first"
         named = f"at position{plural(wrong.tolist())} {shown}" if len(wrong) <= 4 else named
     single = np.zeros(n, bool)
     for call in plan.calls():
-        single[call.start : call.start + call.fed] = call.fed == 1
+        single[(at >= call.start) & (at < call.start + call.fed)] = call.fed == 1
     if single.any() and np.array_equal(rows, single):
         return f"{named}, those of single tokens"
     if single.any() and np.array_equal(rows, ~single):

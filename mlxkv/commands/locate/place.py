@@ -23,6 +23,7 @@ from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.finding import changing
 from mlxkv.judge.measure import Floats
 from mlxkv.judge.result import FirstWrong, Gate, GateName, Strip, Verdict
+from mlxkv.report import phrases
 from oracle.formats.trace import Trace
 
 AGAIN = (
@@ -64,13 +65,13 @@ def locate(
     """
     tapped = (propagated, isolated, opened and opened.run)
     broken = tuple(dict.fromkeys(why for run in tapped if run for why in failed_steps(run)))
-    base = Located("cannot tell", cause=cause, notes=(*notes, *broken))
+    base = Located("cannot tell", cause=cause, notes=(*notes, *_sample(verdict), *broken))
     if verdict.outcome == "cannot tell":
         return replace(base, reasons=verdict.reasons or ("no gate could run",))
     if broken:
         propagated = isolated = opened = None
         if verdict.outcome == "agree":
-            return replace(base, reasons=broken, notes=tuple(notes))
+            return replace(base, reasons=broken, notes=(*notes, *_sample(verdict)))
     rows: list[TapRow] = []
     if propagated is not None and isolated is not None:
         base = replace(base, strip=_hidden_strip(case.truth, propagated))
@@ -83,6 +84,13 @@ def locate(
     if inside := opened and opening.look(base, case.truth, opened):
         return _within(inside, case, verdict, arithmetic or {})
     return _without_taps(base, case, verdict, arithmetic or {}, rows)
+
+
+def _sample(verdict: Verdict) -> list[str]:
+    """That there are positions without a row of logits, of which the first wrong one may be."""
+    compared = phrases.rows(verdict.rows)
+    how = "a first wrong position is the first of these, or of keys and values, which are all there"
+    return [f"{compared}: {how}"] if compared else []
 
 
 def _within(inside: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
@@ -131,12 +139,11 @@ def tap_rows(truth: Trace, propagated: Trace, isolated: Trace) -> list[TapRow]:
             if errors is not None and passed is not None:
                 rows.append(_row(number, tap, errors, passed))
     largest = measure.truth_rows(truth).largest.max()
-    errors, passed = (
-        np.atleast_2d(measure.largest_error(t, truth)[1]) / largest for t in (isolated, propagated)
-    )
-    row = _row(layers, "logits", errors, passed)
+    (at, errors), (_, passed) = (measure.largest_error(t, truth) for t in (isolated, propagated))
+    both = (np.atleast_2d(of) / largest for of in (errors, passed))
+    row = _row(layers, "logits", *both)
     if row.first is not None:
-        row = replace(row, first=int(np.sort(isolated.positions)[row.first]))
+        row = replace(row, first=int(at[row.first]))
     return [*rows, row]
 
 
@@ -215,9 +222,10 @@ def _hint(layer: Layer, first: TapRow) -> str:
     assert first.first is not None
     if first.tap != "logits":
         return hints.explain(layer, first.tap, first.first, first.heads)
-    _, of_run, of_truth = measure.beside(layer.run, layer.truth)
+    at, of_run, of_truth = measure.beside(layer.run, layer.truth)
     mine, its = layer.run.logits[of_run], layer.truth.logits[of_truth]
-    found = hints.behind(mine, its, near=EQUAL * float(np.abs(its).max()), dtype="float64")
+    near = EQUAL * float(np.abs(its).max())
+    found = hints.behind(mine, its, at, near=near, dtype="float64")
     return f"behind the layers: {found or hints.HEAD}"
 
 

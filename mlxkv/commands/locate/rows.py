@@ -99,8 +99,11 @@ def some(what: str, wrong: Array, count: int) -> str:
     return f"{what}{'s' if len(wrong) > 1 else ''} {first}{more} of {count}"
 
 
-def scale(mine: Array, its: Array, *, near: float) -> str | None:
-    """By which factors all wrong rows of (n, width) differ, if by nothing else."""
+def scale(mine: Array, its: Array, *, near: float, at: Array | None = None) -> str | None:
+    """By which factors all wrong rows of (n, width) differ, if by nothing else.
+
+    `at` (n,) are the positions by which rows are named, None where those are 0 to n - 1.
+    """
     by_row = factors(mine, its, axis=1, near=near)
     if by_row is None:
         return None
@@ -109,7 +112,8 @@ def scale(mine: Array, its: Array, *, near: float) -> str | None:
     if len(wrong) == len(by_row) > 1 and np.ptp(by_row) <= max(0.01 * off.max(), noise):
         return f"every row is {_times(by_row.mean())} times the truth's"
     if len(wrong) == 1:
-        return f"row {wrong[0]} is {_times(by_row[wrong[0]])} times the truth's"
+        row = int(wrong[0] if at is None else at[wrong[0]])
+        return f"row {row} is {_times(by_row[wrong[0]])} times the truth's"
     return "each row is the truth's times a factor of its own"
 
 

@@ -203,6 +203,7 @@ def _question(case: Case, taps: tuple[str, ...]) -> oracle.Question:
         prompt_tokens=manifest.prompt_tokens,
         steps=0,
         chunks=_chunks(case),
+        all_rows=manifest.all_rows,
         dtype=manifest.dtype,
         threads=os.cpu_count() or 1,
         taps=taps,
