@@ -21,7 +21,7 @@ import numpy as np
 
 from mlxkv.judge.admission import layers
 from mlxkv.judge.case import CACHE
-from mlxkv.judge.measure import Floats
+from mlxkv.judge.measure import Floats, pieces
 from oracle.formats.tensors import Array
 from oracle.formats.trace import ROPE_TABLES, Trace
 
@@ -152,7 +152,8 @@ def shaped(trace: Trace, truth: Trace, kind: Kind) -> bool:
 def finite(trace: Trace, truth: Trace, kind: Kind) -> bool:
     """Whether every layer's keys or values are numbers: a layout excuses nothing else."""
     names = [_name(layer, kind) for layer in range(layers(truth))]
-    return all(bool(np.isfinite(trace.arrays[name]).all()) for name in names)
+    parts = (part for name in names for part in pieces(trace.arrays[name]))
+    return all(bool(np.isfinite(part).all()) for part in parts)
 
 
 def undoing(

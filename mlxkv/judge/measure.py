@@ -245,6 +245,15 @@ def spans(array: Array) -> Iterator[slice]:
     return blocks(n, heads * width)
 
 
+def pieces(array: Array) -> Iterator[Array]:
+    """All of keys or values as they are stored, whatever their axes, a block at a time.
+
+    The last axis is whole in each.
+    """
+    rows = array.reshape(-1, array.shape[-1])
+    return (rows[part] for part in blocks(*rows.shape))
+
+
 def ulp(values: Floats, dtype: str) -> Floats:
     """One unit in the last place of each value in `dtype`, at least of its least normal one."""
     bits, least = _DIGITS[dtype]

@@ -7,12 +7,12 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import synthetic
-from synthetic import cache_names, changed, make_algebra, make_candidates, make_case
+from synthetic import changed, make_algebra, make_candidates, make_case
 
 from mlxkv.commands.locate.found import Located
 from mlxkv.judge import walk
@@ -24,30 +24,64 @@ from mlxkv.report.text import pretty
 from oracle.formats.trace import Trace
 
 Array = Any
-_LONG, _VOCAB, _LAYERS, _KV = 400, 2048, 12, (2, 64)
+
+
+class Sizes(NamedTuple):
+    """Of a sequence whose truth has many logits, or many keys and values."""
+
+    n: int
+    vocab: int
+    layers: int
+    kv: tuple[int, int]
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(synthetic, "VOCAB", self.vocab)
+        patch.setattr(synthetic, "LAYERS", self.layers)
+
+    def made(self) -> tuple[Case, dict[str, Trace], dict[str, Trace]]:
+        """The oracle's side, and a correct engine's runs in the run's dtype and in float64."""
+        with pytest.MonkeyPatch.context() as patch:
+            self.patch(patch)
+            case = make_case(n=self.n, prompt=self.n - 8, kv=self.kv)
+            return case, make_candidates(case), make_algebra(case)
+
+
+LOGITS = Sizes(400, 2048, 2, (2, 8))
+"""6.5 MB of logits in float64."""
+CACHE = Sizes(1000, 16, 2, (8, 64))
+"""4 MB of keys in each of two layers in float64."""
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
-    """A truth of 6.5 MB of logits and twice 4.9 MB of keys and values in float64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "VOCAB", _VOCAB)
-        patch.setattr(synthetic, "LAYERS", _LAYERS)
-        return make_case(n=_LONG, prompt=_LONG - 8, kv=_KV)
+def logits() -> tuple[Case, dict[str, Trace], dict[str, Trace]]:
+    return LOGITS.made()
 
 
 @pytest.fixture(scope="module")
-def runs(case: Case) -> dict[str, Trace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "LAYERS", _LAYERS)
-        return make_candidates(case)
+def cache() -> tuple[Case, dict[str, Trace], dict[str, Trace]]:
+    return CACHE.made()
 
 
-@pytest.fixture(scope="module")
-def exact(case: Case) -> dict[str, Trace]:
+def peak_of(
+    case: Case, runs: Mapping[str, Trace], exact: Mapping[str, Trace]
+) -> tuple[Verdict, int]:
+    """The verdict, and the most bytes that were held while it was found."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "LAYERS", _LAYERS)
-        return make_algebra(case)
+        patch.setattr(walk, "_BLOCK", 2**13)
+        tracemalloc.start()
+        try:
+            return judge(case, runs, algebra=exact), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+def test_judging_holds_blocks_of_logits(
+    logits: tuple[Case, dict[str, Trace], dict[str, Trace]],
+) -> None:
+    verdict, peak = peak_of(*logits)
+    assert verdict.outcome == "agree"
+
+    assert peak < 3e6, f"{peak:,} bytes"
 
 
 def neighbours(keys: Array) -> Array:
@@ -68,28 +102,20 @@ def rounded(keys: Array) -> Array:
     ("change", "outcome"),
     [(None, "agree"), (neighbours, "agree"), (not_a_number, "differ"), (rounded, "differ")],
 )
-def test_judging_holds_blocks_of_rows_and_no_layer(
-    case: Case,
-    runs: Mapping[str, Trace],
-    exact: Mapping[str, Trace],
-    monkeypatch: pytest.MonkeyPatch,
+def test_judging_holds_no_copy_of_a_layers_keys(
+    cache: tuple[Case, dict[str, Trace], dict[str, Trace]],
     change: Callable[[Array], Array] | None,
     outcome: str,
 ) -> None:
-    monkeypatch.setattr(synthetic, "LAYERS", _LAYERS)
+    case, runs, exact = cache
     step = runs["step"]
-    for name in cache_names() if change else ():
+    for name in step.arrays if change else ():
         if name.endswith("keys"):
             step = changed(step, name, change)
-    monkeypatch.setattr(walk, "_BLOCK", 2**13)
-    tracemalloc.start()
-    try:
-        verdict = judge(case, {**runs, "step": step}, algebra=exact)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    verdict, peak = peak_of(case, {**runs, "step": step}, exact)
     assert verdict.outcome == outcome, verdict
-    assert peak < 3e6, f"{peak:,} bytes"
+
+    assert peak < 3.5e6, f"{peak:,} bytes"
 
 
 class Counted:
@@ -109,9 +135,9 @@ class Counted:
 
 
 def test_each_row_of_logits_is_read_once_to_judge_and_once_more_where_it_is_shown(
-    case: Case, runs: Mapping[str, Trace], exact: Mapping[str, Trace]
+    logits: tuple[Case, dict[str, Trace], dict[str, Trace]],
 ) -> None:
-    read = Counter[str]()
+    (case, runs, exact), read = logits, Counter[str]()
 
     def counted(trace: Trace, name: str) -> Trace:
         return replace(
@@ -130,13 +156,13 @@ def test_each_row_of_logits_is_read_once_to_judge_and_once_more_where_it_is_show
     assert verdict == judge(case, runs, algebra=exact)
     shown, prefixes = len(case.rows), len(runs["prefixes"].positions)
     # Prefixes have fewer rows, and are gone through by themselves.
-    assert read.pop("truth") == _LONG + prefixes
+    assert read.pop("truth") == LOGITS.n + prefixes
     assert read.pop("run prefixes") <= prefixes + 2 * shown
     assert read.pop("exact prefixes") == prefixes
     for name, rows in read.items():
         tables = {"run step": 7, "reference full": 6, "run full": 2, "exact": 0}
         most = next((n for known, n in tables.items() if name.startswith(known)), 3)
-        assert _LONG <= rows <= _LONG + most * shown, name
+        assert LOGITS.n <= rows <= LOGITS.n + most * shown, name
 
 
 def test_reports_of_32768_positions_stay_small() -> None:
