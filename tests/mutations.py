@@ -124,13 +124,21 @@ MUTATIONS = (
     M(
         "a kept answer without a tap passes for one with it",
         "oracle/formats/run_folder.py",
-        "inputs.threads, sorted(inputs.taps), inputs.probe]",
-        "inputs.threads, inputs.probe]",
+        "inputs.threads, sorted(inputs.taps), inputs.probe,",
+        "inputs.threads, inputs.probe,",
         "tests/oracle/test_folder.py",
         "oracle/trace.py",
         was_find="[dtype, threads, sorted(taps)]",
         was_put="[dtype, threads]",
         was_tests="tests/oracle",
+    ),
+    M(
+        "the neighbours of a border are no rows of the sample",
+        "oracle/formats/rows.py",
+        "for near in (-1, 0, 1)}",
+        "for near in (0,)}",
+        "tests/oracle/test_rows.py",
+        "",
     ),
     # oracle/model
     M(

@@ -16,6 +16,7 @@ from mlxkv.judge.case import CACHE, ORDER, Case
 from oracle.formats import contents
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Plan, fewer_prefixes, growing_prefixes
+from oracle.formats.rows import WHOLE
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -33,10 +34,9 @@ def by_plan(manifest: Manifest, traces: Iterable[Trace]) -> dict[str, Trace]:
             known = ", ".join(f"{name} {of[:12]}" for name, of in sorted(manifest.plans.items()))
             what, remedy = f"plan digest is {digest[:12]}", "run the oracle folder's plans"
             if not isinstance(trace.meta.plan.rows, str):
-                remedy = (
-                    "its rows are a sample: give a folder with that probe and no --quick, or one "
-                    "made without --all-rows"
-                )
+                remedy = "its rows are a probe's: give a folder with that probe, and no --quick"
+                if trace.meta.plan.longest > WHOLE:
+                    remedy = "its rows are a sample: give the folder whose plan it is"
             raise Refusal(f"{what}, expected one of {known}", where=trace.label, remedy=remedy)
         for name in names:
             if name in found:

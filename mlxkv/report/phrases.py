@@ -64,6 +64,7 @@ def sentence(verdict: Verdict) -> str:
     scopes = ", ".join(dict.fromkeys(g.scope for g in failed))
     what = "differs from transformers" if alone else "differ"
     clauses = [verdict.found, cause(verdict), _first_wrong(verdict), _alone(verdict)]
+    clauses.append(rows(verdict.rows))  # of which the first wrong position may be one
     clauses.append(f"gates: {', '.join(g.name for g in failed)}")
     return f"{what} ({scopes}): {'; '.join(clause for clause in clauses if clause)}"
 

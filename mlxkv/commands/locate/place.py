@@ -65,13 +65,13 @@ def locate(
     """
     tapped = (propagated, isolated, opened and opened.run)
     broken = tuple(dict.fromkeys(why for run in tapped if run for why in failed_steps(run)))
-    base = Located("cannot tell", cause=cause, notes=(*notes, *_sample(verdict), *broken))
+    base = Located("cannot tell", cause=cause, notes=(*_sample(case, verdict), *notes, *broken))
     if verdict.outcome == "cannot tell":
         return replace(base, reasons=verdict.reasons or ("no gate could run",))
     if broken:
         propagated = isolated = opened = None
         if verdict.outcome == "agree":
-            return replace(base, reasons=broken, notes=(*notes, *_sample(verdict)))
+            return replace(base, reasons=broken, notes=(*_sample(case, verdict), *notes))
     rows: list[TapRow] = []
     if propagated is not None and isolated is not None:
         base = replace(base, strip=_hidden_strip(case.truth, propagated))
@@ -86,9 +86,12 @@ def locate(
     return _without_taps(base, case, verdict, arithmetic or {}, rows)
 
 
-def _sample(verdict: Verdict) -> list[str]:
-    """That there are positions without a row of logits, of which the first wrong one may be."""
-    compared = phrases.rows(verdict.rows)
+def _sample(case: Case, verdict: Verdict) -> list[str]:
+    """That there are positions without a row of logits, of which the first wrong one may be.
+
+    The probe's are the same for every model.
+    """
+    compared = "" if case.manifest.probe else phrases.rows(verdict.rows)
     how = "a first wrong position is the first of these, or of keys and values, which are all there"
     return [f"{compared}: {how}"] if compared else []
 
