@@ -181,8 +181,8 @@ MUTATIONS = (
     M(
         "rows of q and k of a GGUF stay in pairs order",
         "oracle/model/gguf_llama.py",
-        "2, *rows.shape[1:]).swapaxes(1, 2)",
-        "2, *rows.shape[1:])",
+        "pairs.swapaxes(1, 2)",
+        "rows",
         "tests/oracle/test_gguf.py",
         "oracle/gguf_llama.py",
         was_find="2, rows.shape[1]).swapaxes(1, 2)",

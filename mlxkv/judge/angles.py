@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxkv.judge.case import CACHE, Case
-from mlxkv.judge.floors import cache_floors
+from mlxkv.judge.floors import layer_floor
 from mlxkv.judge.limits import SIGMA
-from mlxkv.judge.measure import Bools, Floats, cache_largest
+from mlxkv.judge.measure import Bools, Floats, row_largest
 from mlxkv.judge.result import Cause
 from oracle.formats.trace import Trace
 
@@ -61,11 +61,11 @@ def estimate(case: Case, run: Trace, angles: Angles) -> Cause | None:
     Keys are tried in both orders of a head's rows, halves and neighbours; and with neighbours
     turned in place of halves.
     """
-    mine, its, largest = run.kv(CACHE, 0), case.truth.kv(CACHE, 0), cache_largest(case.truth)
-    if mine is None or its is None or largest is None or mine[0].shape != its[0].shape:
+    mine, its = run.kv(CACHE, 0), case.truth.kv(CACHE, 0)
+    if mine is None or its is None or mine[0].shape != its[0].shape:
         return None
     n = min(MOST, mine[0].shape[1])
-    floor = cache_floors(case, largest)[0, 0, :, :n, None]
+    floor = layer_floor(case, "keys", 0, row_largest(its[0]))[:, :n, None]
     keys, right = (np.asarray(pair[0][:, :n], np.float64) / floor for pair in (mine, its))
     turned = np.exp(1j * np.arange(n)[:, None] * angles.frequencies)
     before = _halves(right) / turned

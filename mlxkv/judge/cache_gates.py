@@ -15,7 +15,7 @@ import numpy as np
 from mlxkv.judge import layout, limits, measure
 from mlxkv.judge.admission import cache_reasons, layers
 from mlxkv.judge.case import Case
-from mlxkv.judge.floors import cache_floors
+from mlxkv.judge.floors import kind_floors
 from mlxkv.judge.gates import Yardstick, first_of, not_run
 from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.measure import Floats
@@ -42,8 +42,9 @@ def cache_gates(
     if cached is None or largest is None or why is not None:
         gates = [gate for kind in KINDS for gate in _no_value(case, kind, f"not run: {why}")]
         return gates, odd, []
-    floors, gates, notes = cache_floors(case, largest), list[Gate](), list[str]()
-    for kind, floor in zip(KINDS, floors, strict=True):
+    gates, notes = list[Gate](), list[str]()
+    for kind, of_kind in zip(KINDS, largest, strict=True):
+        floor = kind_floors(case, kind, of_kind)
         of, note = _kind_gates(case, cached, kind, floor, sound=sound)
         gates, notes = gates + of, notes + note
     return gates, [], notes
@@ -78,7 +79,7 @@ def algebra_cache_gates(
         return [not_run(name, case.cached, limits.ALGEBRA, why)], odd
     largest = np.maximum(largest.max(axis=(2, 3), keepdims=True), np.finfo(np.float64).tiny)
     if not odd:
-        _, errors = measure.cache_errors(cached, case.truth)
+        errors = measure.cache_errors(cached, case.truth, measure.worst_over)
         gate = _in_cache(case, name, errors / largest, limits.ALGEBRA)
         if not sound or not gate.failed:
             return [gate], []
@@ -93,7 +94,7 @@ def _algebra_laid_out(case: Case, cached: Trace, largest: Floats) -> Gate:
         if undo is None:
             why = f"not compared: {note}" if layout.finite(cached, case.truth, kind) else None
             return Gate(name, case.cached, math.nan, limits.ALGEBRA, reason=why)
-        found.append(measure.kind_errors(cached, case.truth, kind, undo)[1])
+        found.append(measure.kind_errors(cached, case.truth, kind, measure.worst_over, undo))
     return _in_cache(case, name, np.stack(found) / largest, limits.ALGEBRA)
 
 
@@ -103,8 +104,8 @@ def _kind_gates(
     """The gates on keys, or on values, in the truth's layout or in the one that fits; and notes."""
     gates = list[Gate]()
     if layout.same_shape(cached, case.truth, kind):
-        rms, _ = measure.kind_errors(cached, case.truth, kind)
-        gates = _ratios_of(case, kind, rms / floor)
+        rms = measure.kind_errors(cached, case.truth, kind)
+        gates = _ratios_of(case, kind, np.divide(rms, floor, out=rms))
         if not sound or not any(gate.failed for gate in gates):
             return gates, []
     undo, note = layout.undoing(cached, case.truth, kind)
@@ -114,8 +115,8 @@ def _kind_gates(
         return _no_value(case, kind, f"not compared: {note}"), []
     if not note:
         return gates, []
-    rms, _ = measure.kind_errors(cached, case.truth, kind, undo)
-    return _ratios_of(case, kind, rms / floor), [note]
+    rms = measure.kind_errors(cached, case.truth, kind, rows=undo)
+    return _ratios_of(case, kind, np.divide(rms, floor, out=rms)), [note]
 
 
 def _passed(gates: Sequence[Gate]) -> bool:
@@ -146,9 +147,12 @@ def _unread(
 def _ratios_of(case: Case, kind: Kind, of: Floats) -> list[Gate]:
     """The gates on one kind's `of` (layers, K, n)."""
     names, (median, most, worst) = _OF_KIND[kind], _LIMITS
+    # A layer at a time, as both copy what they are given.
+    medians = np.stack([np.median(layer, axis=-1) for layer in of])
+    percentiles = np.stack([np.percentile(layer, 95, axis=-1) for layer in of])
     return [
-        _over_rows(case, names[0], of, np.median(of, axis=-1), median),
-        _over_rows(case, names[1], of, np.percentile(of, 95, axis=-1), most),
+        _over_rows(case, names[0], of, medians, median),
+        _over_rows(case, names[1], of, percentiles, most),
         _in_cache(case, names[2], of[None], worst),
     ]
 

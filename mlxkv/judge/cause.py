@@ -124,13 +124,14 @@ def blind(
     error of half its margin, which the peak shows before.
     """
     floors = logit_floors(case, measure.truth_rows(case.truth))
-    ran = {gate.name for gate in gates if gate.ran}
+    largest, ran = measure.cache_largest(case.truth), {gate.name for gate in gates if gate.ran}
+    held = None if largest is None else cache_floors(case, largest)
     tried: dict[str, bool] = {}  # one mistake may be several suspects, one for each plan
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
         shown = any(_seen(suspect, case, candidates[plan], suspects.n, floors) for plan in plans)
         if case.cached in plans and not shown:
-            of_cache = _of_cache(case, suspect)
+            of_cache = [] if held is None else _of_cache(case, suspect, held)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
         if plans:
             tried[suspect.words] = tried.get(suspect.words, False) or shown
@@ -223,11 +224,8 @@ def _seen(suspect: Suspect, case: Case, run: Trace, n: int, floors: Floors) -> b
     return any((values > SURE * limit).any() for values, limit in pairs)
 
 
-def _of_cache(case: Case, suspect: Suspect) -> list[Gate]:
+def _of_cache(case: Case, suspect: Suspect, floors: Floats) -> list[Gate]:
     """The gates on keys and values as the suspect alone would read."""
-    largest = measure.cache_largest(case.truth)
-    if largest is None:
-        return []
-    errors = np.zeros_like(largest)
+    errors = np.zeros_like(floors)
     errors[..., : suspect.cache.shape[-1]] = suspect.cache
-    return ratio_gates(case, errors / cache_floors(case, largest))
+    return ratio_gates(case, np.divide(errors, floors, out=errors))

@@ -7,7 +7,7 @@ must differ; the errors that the folder stores of it must be those measured here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from mlxkv.judge.floors import held_out, logit_floors
 from mlxkv.judge.gates import Yardstick, logit_gates, sigma_of
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.result import Control, Scope
+from mlxkv.judge.survey import Survey
 from oracle.formats import noise, proofs
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -48,46 +49,42 @@ class Trust:
         return not self.proofs and (scope == "algebra" or sound)
 
 
-def trust(yardstick: Yardstick) -> Trust:
+def trust(yardstick: Yardstick, surveyed: Survey) -> Trust:
     """Everything that is checked of the oracle's side by measuring it."""
     case = yardstick.case
-    return Trust(_proofs(case), _floor(yardstick), _controls(yardstick), _disputed(case))
+    controls = _controls(yardstick, surveyed)
+    return Trust(_proofs(case), _floor(yardstick), controls, _disputed(case))
 
 
-def blind_to(yardstick: Yardstick, factor: float) -> float | None:
-    """The sigma of a reference run's logits times `factor`, if no gate would see it; else None."""
-    case = yardstick.case
-    scaled = measure.measure(case.references[case.cached], case.truth, scale=factor)
-    gates = logit_gates(yardstick, case.cached, scaled)
+def blind_to(yardstick: Yardstick, scaled: Measures) -> float | None:
+    """The sigma of a reference run's logits times a factor, if no gate would see it; else None."""
+    gates = logit_gates(yardstick, yardstick.case.cached, scaled)
     return None if any(g.failed for g in gates) else sigma_of(gates)
 
 
-def _controls(yardstick: Yardstick) -> tuple[Control, ...]:
+def _controls(yardstick: Yardstick, surveyed: Survey) -> tuple[Control, ...]:
     case, name = yardstick.case, yardstick.case.held_out
-    factor, run = limits.CONTROL_SCALE[case.manifest.dtype], case.references[case.cached]
+    factor = limits.CONTROL_SCALE[case.manifest.dtype]
     floors = logit_floors(case, yardstick.truth, without=name)
-    member = measure.measure(run, case.truth)
-    scaled = measure.measure(run, case.truth, scale=factor)
+    member, scaled = surveyed.references[case.cached], surveyed.scaled[factor]
     same = logit_gates(yardstick, case.cached, held_out(member, case), floors=floors)
     other = logit_gates(yardstick, case.cached, scaled, floors=floors)
     agrees, differs = not any(g.failed for g in same), any(g.failed for g in other)
     return (
         Control(f"{name}, held out", "agree", agrees, sigma_of(same), limits.SIGMA),
         Control(f"{name} times {factor:g}", "differ", differs, sigma_of(other), limits.SIGMA),
-        *_of_stored_errors(yardstick, member),
+        *_of_stored_errors(yardstick, surveyed),
     )
 
 
-def _of_stored_errors(yardstick: Yardstick, held: Measures) -> Iterator[Control]:
-    """Whether the folder's errors are those of its runs, and of a pool's size; `held` are those
-    of the member that is held out.
-    """
-    case, truth, again = yardstick.case, yardstick.case.truth, {}
-    for plan, run in case.references.items():
-        measured = held if plan == case.cached else measure.measure(run, truth)
-        again[case.kept(plan)] = _errors(measured, run, case)
-    _, apart = measure.difference(case.references[case.cached], case.references["full"])
-    again[case.held_out]["cached"] = apart
+def _of_stored_errors(yardstick: Yardstick, surveyed: Survey) -> Iterator[Control]:
+    """Whether the folder's errors are those of its runs, and of a pool's size."""
+    case, truth = yardstick.case, yardstick.case.truth
+    again = {
+        case.kept(plan): _errors(surveyed.references[plan], run, case)
+        for plan, run in case.references.items()
+    }
+    again[case.held_out]["cached"] = surveyed.apart
     for each in noise.checks(
         case.manifest,
         case.pool,
@@ -99,12 +96,11 @@ def _of_stored_errors(yardstick: Yardstick, held: Measures) -> Iterator[Control]
         yield Control(each.name, "agree", each.passed, each.value, each.limit, each.quantity)
 
 
-def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Array]:
-    errors = {"rms": run.rms, "shift": run.shift, "peak": run.peak}
+def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Iterable[Array]]:
+    errors: dict[str, Iterable[Array]] = {"rms": run.rms, "shift": run.shift, "peak": run.peak}
     if layers(case.truth) == 0:
         return errors
-    keys, values = measure.cache_errors(of, case.truth)[0]
-    return errors | {"keys": keys, "values": values}
+    return errors | {kind: measure.layer_errors(of, case.truth, kind) for kind in noise.CACHE}
 
 
 def _reason(control: Control, disputed: bool) -> str:

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from mlxkv.judge.case import Case
-from mlxkv.judge.measure import Floats, TruthRows, blocks, rows_of
+from mlxkv.judge.measure import Floats, TruthRows, rows_of
+from mlxkv.judge.walk import Block, Softmax, blocks, softmax, walk
 from oracle.formats.errors import Refusal
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -113,33 +114,46 @@ def figures(
     Over `positions`, or all of a's; a Refusal where either lacks one of them.
     """
     positions = sorted(a.positions.tolist()) if positions is None else positions
-    rows_a, rows_b = rows_of(a, positions), rows_of(b, positions)
-    vocab, count = a.logits.shape[1], len(positions)
-    squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
-    largest, kl, top1, top5 = [0.0], 0.0, 0, 0
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        for part in blocks(count, vocab):
-            x = a.logits[rows_a[part]].astype(np.float64)
-            t = b.logits[rows_b[part]].astype(np.float64)
-            e = x - t
-            for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
-                squares[name] += float(np.einsum("rv,rv->", u, w))
-            largest.append(float(np.abs(e).max()))
-            kl += float(divergence(t, e).sum())
-            top1 += int((x.argmax(1) == rows.best[rows_b[part]]).sum())
-            top5 += _same_five(x, rows.five[rows_b[part]])
-        norms = np.sqrt(squares["t"]) * np.sqrt(squares["x"])
-        return Figures(
-            plan=plan,
-            rows=count,
-            max_abs=float(np.max(largest)),
-            rms=float(np.sqrt(squares["e"] / (count * vocab))),
-            nmse_db=float(10 * np.log10(np.divide(squares["e"], squares["t"]))),
-            cosine=float(np.clip(np.divide(squares["xt"], norms), -1, 1)),
-            kl=float(np.maximum(kl / count, 0)),
-            top1_equal=top1,
-            top5_equal=top5,
-        )
+    look = LookAtFigures(a, b, rows, positions)
+    walk(b, [look])
+    return look.found(plan)
+
+
+class LookAtFigures:
+    """The sums that the figures of a run are made of, over some positions."""
+
+    def __init__(self, a: Trace, b: Trace, truth: TruthRows, positions: Sequence[int]) -> None:
+        self.rows, self.runs = rows_of(b, positions), [(a, rows_of(a, positions))]
+        self._truth, self._size = truth, len(positions) * a.logits.shape[1]
+        self._squares = dict.fromkeys(("e", "t", "x", "xt"), 0.0)
+        self._largest, self._kl, self._top1, self._top5 = [0.0], 0.0, 0, 0
+
+    def see(self, block: Block, *runs: Array) -> None:
+        x, t = runs[0].astype(np.float64), block.truth.astype(np.float64)
+        e = x - t
+        for name, (u, w) in {"e": (e, e), "t": (t, t), "x": (x, x), "xt": (x, t)}.items():
+            self._squares[name] += float(np.einsum("rv,rv->", u, w))
+        self._largest.append(float(np.abs(e).max()))
+        self._kl += float(_divergence(block.softmax, e).sum())
+        self._top1 += int((x.argmax(1) == self._truth.best[block.rows]).sum())
+        self._top5 += _same_five(x, self._truth.five[block.rows])
+
+    def found(self, plan: str) -> Figures:
+        """Once all blocks were seen."""
+        squares, count = self._squares, len(self.rows)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            norms = np.sqrt(squares["t"]) * np.sqrt(squares["x"])
+            return Figures(
+                plan=plan,
+                rows=count,
+                max_abs=float(np.max(self._largest)),
+                rms=float(np.sqrt(squares["e"] / self._size)),
+                nmse_db=float(10 * np.log10(np.divide(squares["e"], squares["t"]))),
+                cosine=float(np.clip(np.divide(squares["xt"], norms), -1, 1)),
+                kl=float(np.maximum(self._kl / count, 0)),
+                top1_equal=self._top1,
+                top5_equal=self._top5,
+            )
 
 
 def _same_five(x: Floats, five: Array) -> int:
@@ -230,14 +244,15 @@ def divergence(t: Floats, e: Floats) -> Floats:
 
     Accurate far below 1e-16, where a difference of two log-softmaxes is nothing but rounding.
     """
-    z = t - t.max(1, keepdims=True)
-    p = np.exp(z)
-    total = p.sum(1)
-    p /= total[:, None]
-    e = e - np.einsum("rv,rv->r", p, e)[:, None]
-    near = np.log1p(np.einsum("rv,rv->r", p, np.expm1(np.minimum(e, 1.0))))
+    return _divergence(softmax(t), e)
+
+
+def _divergence(of: Softmax, e: Floats) -> Floats:
+    e = e - np.einsum("rv,rv->r", of.p, e)[:, None]
+    near = np.log1p(np.einsum("rv,rv->r", of.p, np.expm1(np.minimum(e, 1.0))))
     if e.max() <= 1.0:
         return np.asarray(near)
-    most = (z + e).max(1)
-    far = most + np.log(np.exp(z + e - most[:, None]).sum(1)) - np.log(total)
+    shifted = of.z + e
+    most = shifted.max(1)
+    far = most + np.log(np.exp(shifted - most[:, None]).sum(1)) - np.log(of.total)
     return np.asarray(np.where(e.max(1) <= 1.0, near, far))

@@ -13,7 +13,7 @@ import numpy as np
 from mlxkv.judge import layout
 from mlxkv.judge.case import CACHE
 from mlxkv.judge.layout import KINDS, Kind
-from mlxkv.judge.measure import Bools, beside, blocks
+from mlxkv.judge.measure import Bools, beside, blocks, pieces
 from mlxkv.judge.result import Gate, GateName
 from mlxkv.judge.sequence import Judged
 from oracle.formats.tensors import Array
@@ -90,23 +90,24 @@ def _not_finite_cache(one: Judged) -> str:
         for gate in one.gates:
             if gate.name == name and gate.failed and not math.isfinite(gate.value):
                 run, of = one.runs[gate.plan], _plans(one, [gate.plan])
-                row, where = _row(layout.as_truth(run, one.case.truth), kind, gate)
-                return f"the {kind} of {where} are {_kind(row)} in the cache of {of}"
+                what, where = _row(layout.as_truth(run, one.case.truth), kind, gate)
+                return f"the {kind} of {where} are {what} in the cache of {of}"
     return ""
 
 
-def _row(run: Trace, kind: Kind, gate: Gate) -> tuple[Array, str]:
-    """The row of a cache, laid out as the truth's, that a gate names, and its place.
+def _row(run: Trace, kind: Kind, gate: Gate) -> tuple[str, str]:
+    """What the row of a cache, laid out as the truth's, is that a gate names, and its place.
 
     All rows where it names none, as of a cache whose layout is not known.
     """
     if gate.position is None:
         held = [a for n, a in run.arrays.items() if n.startswith("kv/") and n.endswith(kind)]
-        return np.concatenate([array.ravel() for array in held]), "some positions"
+        kinds = {_kind(part) for array in held for part in pieces(array)}
+        return "NaN" if "NaN" in kinds else "infinite", "some positions"
     pair = run.kv(CACHE, gate.layer or 0)
     assert pair is not None
     where = f"position {gate.position}, layer {gate.layer}, head {gate.head}"
-    return pair[kind == "values"][gate.head, gate.position], where
+    return _kind(pair[kind == "values"][gate.head, gate.position]), where
 
 
 def _kind(row: Array) -> str:
@@ -151,7 +152,7 @@ def _coarse_cache(one: Judged) -> str:
     failed = any(g.failed and g.name.startswith(("keys", "values")) for g in one.gates)
     arrays = [a for n, a in run.arrays.items() if n.startswith(f"kv/{CACHE}/")] if run else []
     for coarse, exact in _COARSER[dtype].items() if failed else ():
-        if arrays and all(exact(np.asarray(array)).all() for array in arrays):
+        if arrays and all(exact(part).all() for array in arrays for part in pieces(array)):
             what = f"hold {coarse} numbers only, though the run is {dtype}"
             return f"the keys and values in the cache of {_plans(one, [one.case.cached])} {what}"
     return ""

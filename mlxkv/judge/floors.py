@@ -78,9 +78,25 @@ def cache_floors(case: Case, largest: Floats, *, without: str | None = None) -> 
 
     They are (keys and values, layers, K, n), as is `largest`, the truth's largest |value| of a row.
     """
-    least, at = ulp(largest, case.manifest.dtype), np.arange(largest.shape[-1])
-    pools = [_pooled(case, name, _near, at, without) for name in ("keys", "values")]
-    return np.maximum(np.stack(pools), least)
+    kinds = zip(("keys", "values"), largest, strict=True)
+    return np.stack([kind_floors(case, kind, of, without=without) for kind, of in kinds])
+
+
+def kind_floors(case: Case, kind: str, largest: Floats, *, without: str | None = None) -> Floats:
+    """The floors of keys, or of values: (layers, K, n), as `largest` is."""
+    found = np.empty_like(largest)
+    for layer, of in enumerate(largest):
+        found[layer] = layer_floor(case, kind, layer, of, without=without)
+    return found
+
+
+def layer_floor(
+    case: Case, kind: str, layer: int, largest: Floats, *, without: str | None = None
+) -> Floats:
+    """The floor of one layer's keys, or values: (K, n), as `largest` is."""
+    errors, at = np.asarray(case.floors[kind], np.float64)[:, layer], np.arange(largest.shape[-1])
+    pool = _over_members(case, errors, _near, at, without)
+    return np.maximum(pool, ulp(largest, case.manifest.dtype))
 
 
 def held_out(run: Measures, case: Case) -> Measures:
@@ -102,10 +118,21 @@ def _pooled(
     at: Array,
     without: str | None,
 ) -> Floats:
+    """What `over` makes of the members' errors of this name, at the positions `at` of logits."""
+    return _over_members(case, np.asarray(case.floors[name], np.float64), over, at, without)
+
+
+def _over_members(
+    case: Case,
+    errors: Floats,
+    over: Callable[[Floats, Array], Floats],
+    at: Array,
+    without: str | None,
+) -> Floats:
     """What `over` makes of the ordinary members' errors (members, ..., n), or of the sequential
     one's where that is larger and no member is held out. `at` are the positions of the last axis.
     """
-    errors, members = np.asarray(case.floors[name], np.float64), case.pool.members
+    members = case.pool.members
     keep = [members.index(name) for name in ordinary(members) if name != without]
     floor = over(errors[keep] * widening(case), at)
     if without is not None or SEQUENTIAL not in members:

@@ -33,9 +33,12 @@ class Yardstick:
     cache_largest: Floats | None
 
     @classmethod
-    def of(cls, case: Case) -> Yardstick:
-        """That of an oracle folder which `admission.case_reasons` finds nothing wrong with."""
-        truth = measure.truth_rows(case.truth)
+    def of(cls, case: Case, truth: TruthRows | None = None) -> Yardstick:
+        """That of an oracle folder which `admission.case_reasons` finds nothing wrong with.
+
+        `truth` are its truth's rows, where they are known already.
+        """
+        truth = measure.truth_rows(case.truth) if truth is None else truth
         return cls(case, truth, logit_floors(case, truth), measure.cache_largest(case.truth))
 
 
@@ -71,8 +74,10 @@ def pooled(ratios: Floats) -> float:
     return float(np.sqrt(np.mean(ratios * ratios)))
 
 
-def algebra_gates(yardstick: Yardstick, traces: Mapping[str, Trace]) -> list[Gate]:
-    """The gates on the logits of float64 runs.
+def algebra_gates(
+    yardstick: Yardstick, traces: Mapping[str, Trace], errors: Mapping[str, tuple[Array, Floats]]
+) -> list[Gate]:
+    """The gates on the logits of float64 runs, whose largest `errors` at their positions these are.
 
     Where MLX's float64 operations are not (`Meta.probes`), these gates do not run, and the others
     decide.
@@ -84,8 +89,8 @@ def algebra_gates(yardstick: Yardstick, traces: Mapping[str, Trace]) -> list[Gat
         if why is not None:
             gates.append(not_run(GateName.ALGEBRA, plan, limits.ALGEBRA, why))
             continue
-        at, errors = measure.largest_error(trace, case.truth)
-        ratios = errors / yardstick.truth.largest.max()
+        at, of = errors[plan]
+        ratios = of / yardstick.truth.largest.max()
         gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
     if not gates:
         why = "not run: no float64 run of this engine"
@@ -93,24 +98,30 @@ def algebra_gates(yardstick: Yardstick, traces: Mapping[str, Trace]) -> list[Gat
     return gates
 
 
-def cached_gate(yardstick: Yardstick, traces: Mapping[str, Trace]) -> Gate:
-    """Cached against uncached of the same engine: `Case.cached` against full, or against prefixes
-    if there is no full.
+def uncached(case: Case, traces: Mapping[str, Trace]) -> str | None:
+    """The plan that `Case.cached` is held against, if there are runs of both: full, or prefixes if
+    there is no full.
     """
+    other = "full" if "full" in traces else "prefixes"
+    return other if case.cached in traces and other in traces else None
+
+
+def cached_gate(
+    yardstick: Yardstick, traces: Mapping[str, Trace], apart: tuple[Array, Floats] | None
+) -> Gate:
+    """Cached against uncached of the same engine, which are `apart` so much at these positions."""
     name, case, plan = GateName.CACHED, yardstick.case, yardstick.case.cached
-    why, other = None, "full" if "full" in traces else "prefixes"
-    absent = [one for one in (plan, other) if one not in traces]
-    if absent:
-        why = f"no trace of plan {absent[0]}"
+    why, other = None, uncached(case, traces)
+    if other is None or apart is None:
+        absent = plan if plan not in traces else "prefixes"
+        why = f"no trace of plan {absent}"
     elif case.manifest.plans[plan] == case.manifest.plans["full"]:
         why = f"nothing was decoded, {plan} is the same plan as full"
     elif traces[plan].meta.engine != traces[other].meta.engine:
         why = "the two traces are of different engines"
-    if why is not None:
+    if why is not None or apart is None:
         return not_run(name, plan, limits.CACHED, f"not run: {why}")
-    at, rms = measure.difference(traces[plan], traces[other])
-    held = np.isin(at, case.truth.positions)
-    at, rms = at[held], rms[held]
+    at, rms = apart
     ratios = rms / yardstick.floors.cached[measure.rows_of(case.truth, at.tolist())]
     return _by_position(case, name, plan, at, ratios, limits.CACHED)
 

@@ -11,7 +11,7 @@ Axes: K key/value heads, n positions, D head_dim, P positions looked at, l layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations, product
@@ -21,7 +21,7 @@ import numpy as np
 
 from mlxkv.judge.admission import layers
 from mlxkv.judge.case import CACHE
-from mlxkv.judge.measure import Floats
+from mlxkv.judge.measure import Floats, pieces
 from oracle.formats.tensors import Array
 from oracle.formats.trace import ROPE_TABLES, Trace
 
@@ -106,9 +106,14 @@ class Layout:
             names.append(" x ".join(of) or "1")
         return names
 
-    def undo(self, array: Array, truth: Trace, kind: Kind) -> Array:
-        """One layer's keys or values as stored, to (K, n, D) as the truth has them."""
-        return self.undone(self.rows(array, wanted(truth, kind)), _tables(truth))
+    def undo(self, array: Array, part: slice, truth: Trace, kind: Kind) -> Array:
+        """One layer's keys or values as stored, at some positions, to what the truth has there.
+
+        That is (K, positions, D); a block of them at a time needs no copy of the layer.
+        """
+        tables = _tables(truth)
+        turns = (tables[0][part], tables[1][part]) if tables else None
+        return self.undone(self.rows(array, wanted(truth, kind))[:, part], turns)
 
     def rows(self, array: Array, shape: Sequence[int]) -> Array:
         """The stored array as `shape` (K, n, D), oldest first; a view of it."""
@@ -147,11 +152,15 @@ def shaped(trace: Trace, truth: Trace, kind: Kind) -> bool:
 def finite(trace: Trace, truth: Trace, kind: Kind) -> bool:
     """Whether every layer's keys or values are numbers: a layout excuses nothing else."""
     names = [_name(layer, kind) for layer in range(layers(truth))]
-    return all(bool(np.isfinite(trace.arrays[name]).all()) for name in names)
+    parts = (part for name in names for part in pieces(trace.arrays[name]))
+    return all(bool(np.isfinite(part).all()) for part in parts)
 
 
-def undoing(trace: Trace, truth: Trace, kind: Kind) -> tuple[Callable[[Array], Array] | None, str]:
-    """What gives a layer's stored array as the truth has it, and words for how it was stored.
+def undoing(
+    trace: Trace, truth: Trace, kind: Kind
+) -> tuple[Callable[[Array, slice], Array] | None, str]:
+    """What gives a layer's stored array, at some positions, as the truth has it, and words for how
+    it was stored.
 
     The words are "" for the truth's own layout. Where no known layout fits there is nothing that
     gives it, and the words say so.
@@ -165,16 +174,36 @@ def undoing(trace: Trace, truth: Trace, kind: Kind) -> tuple[Callable[[Array], A
 
 
 def as_truth(trace: Trace, truth: Trace) -> Trace:
-    """The trace with keys and values laid out as the truth's, where a known layout fits them."""
-    arrays = dict(trace.arrays)
+    """The trace with keys and values laid out as the truth's, where a known layout fits them.
+
+    What is laid out anew is so each time that it is read: a layer, and not all of them, is copied.
+    """
+    undo: dict[str, Callable[[Array, slice], Array]] = {}
     for kind in KINDS:
         if not shaped(trace, truth, kind):
             continue
-        undo, note = undoing(trace, truth, kind)
-        if undo is not None and note:
-            names = [_name(layer, kind) for layer in range(layers(truth))]
-            arrays |= {name: undo(trace.arrays[name]) for name in names}
-    return replace(trace, arrays=arrays)
+        rows, note = undoing(trace, truth, kind)
+        if rows is not None and note:
+            undo |= {_name(layer, kind): rows for layer in range(layers(truth))}
+    return replace(trace, arrays=_LaidOut(trace.arrays, undo)) if undo else trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LaidOut(Mapping[str, Array]):
+    """Arrays by name, of which some are laid out as the truth's when they are asked for."""
+
+    stored: Mapping[str, Array]
+    undo: Mapping[str, Callable[[Array, slice], Array]]
+
+    def __getitem__(self, name: str) -> Array:
+        array = self.stored[name]
+        return self.undo[name](array, slice(None)) if name in self.undo else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
 
 
 def find(trace: Trace, truth: Trace, kind: Kind) -> Layout | None:

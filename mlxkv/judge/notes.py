@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mlxkv.judge import limits, power
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.controls import blind_to
-from mlxkv.judge.gates import Yardstick, sigma_of
+from mlxkv.judge.gates import sigma_of
 from mlxkv.judge.result import Outcome
 from mlxkv.judge.sequence import Judged
 from oracle.formats.plan import left_out
@@ -36,7 +36,7 @@ def notes(main: Judged, outcome: Outcome, *, probed: bool) -> list[str]:
         )
     found += [*_of_sequence(case, probed), *_of_traces(case, traces.values())]
     weak = power.note(power.read(), case.manifest.dtype, limits.current_limits())
-    return [note for note in (*found, _blind(yardstick), weak) if note]
+    return [note for note in (*found, _blind(main), weak) if note]
 
 
 def _no_truth(case: Case) -> str | None:
@@ -90,11 +90,12 @@ def _of_traces(case: Case, traces: Iterable[Trace]) -> list[str]:
     return found
 
 
-def _blind(yardstick: Yardstick) -> str | None:
+def _blind(main: Judged) -> str | None:
     """In a coarse dtype: whether logits times 1.001 would have been seen in the run's dtype."""
-    case, usual = yardstick.case, limits.CONTROL_SCALE["float32"]
+    case, usual = main.case, limits.CONTROL_SCALE["float32"]
     dtype = case.manifest.dtype
-    sigma = None if dtype == "float32" else blind_to(yardstick, usual)
+    seen = dtype == "float32"
+    sigma = None if seen else blind_to(main.yardstick, main.survey.scaled[usual])
     if sigma is None:
         return None
     unseen = "unseen outside lane A" if case.has_truth else "unseen here"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
+
 from mlxkv.judge.delta import Figures, Tables
+from mlxkv.judge.measure import Floats
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Trace
 
@@ -101,6 +104,13 @@ class Gate:
         return self.value / self.limit if self.limit > 0 else self.value
 
 
+MOST_POINTS = 2048
+"""Of a curve that are written: of a longer one the largest of neighbours stands for them. Five
+curves of so many take half a megabyte in JSON."""
+MOST_COLUMNS = 1024
+"""Of a strip that are written, in the same way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Control:
     """A run whose verdict is known beforehand, judged by the code that judges the candidate."""
@@ -121,6 +131,20 @@ class Curve:
     positions: tuple[int, ...]
     rms: tuple[float, ...]
 
+    @property
+    def thinned(self) -> Curve:
+        """At most MOST_POINTS of it: of each block of neighbours the largest, which is NaN if one
+        is.
+        """
+        if len(self.rms) <= MOST_POINTS:
+            return self
+        blocks = np.array_split(np.arange(len(self.rms)), MOST_POINTS)
+        rms = np.array(self.rms)
+        at = [int(block[np.argmax(rms[block])]) for block in blocks]
+        return Curve(
+            self.plan, tuple(self.positions[i] for i in at), tuple(self.rms[i] for i in at)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Strip:
@@ -129,6 +153,20 @@ class Strip:
     unit: str
     limit: float
     values: tuple[tuple[float | None, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """With `step`, where each value is the largest of so many positions, or None if one is."""
+        value = {"unit": self.unit, "limit": self.limit, "values": self.values}
+        step = -(-len(self.values[0]) // MOST_COLUMNS)
+        if step > 1:
+            value |= {"values": self.columns(step).tolist(), "step": step}
+        return value
+
+    def columns(self, step: int) -> Floats:
+        """(layers, columns): the largest of `step` positions each, NaN if one is not finite."""
+        values = np.array(self.values, np.float64)  # None becomes NaN
+        starts = np.arange(0, values.shape[1], step)
+        return np.asarray(np.maximum.reduceat(values, starts, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +275,14 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null.
 
-        `rows` is there where not all were kept.
+        `rows` is there where not all were kept. Of long curves a part is written (MOST_POINTS).
         """
-        value = asdict(self)
-        by_position = {"positions": value.pop("floor_at"), "floor": value.pop("floor")}
-        by_position |= {"rms": value.pop("curves")}
+        value = asdict(replace(self, floor=(), floor_at=(), curves=()))
+        for name in ("floor", "floor_at", "curves"):
+            del value[name]
+        floor = Curve("floor", self.floor_at, self.floor).thinned
+        by_position: dict[str, Any] = {"positions": floor.positions, "floor": floor.rms}
+        by_position["rms"] = [asdict(curve.thinned) for curve in self.curves]
         value["not_exercised"] = value.pop("unseen")
         if not self.rows.sampled:
             del value["rows"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxkv.judge import limits, measure
+from mlxkv.judge import limits
 from mlxkv.judge.admission import admit, case_reasons
 from mlxkv.judge.cache_gates import algebra_cache_gates, cache_gates
 from mlxkv.judge.case import Case
@@ -22,6 +22,7 @@ from mlxkv.judge.gates import (
 from mlxkv.judge.measure import Measures
 from mlxkv.judge.repeats import repeat_gates
 from mlxkv.judge.result import Gate, GateName
+from mlxkv.judge.survey import Survey, survey
 from oracle.formats.trace import Trace
 
 
@@ -36,11 +37,11 @@ class Judged:
 
     name: str
     yardstick: Yardstick
+    survey: Survey
     trusted: Trust
     runs: Mapping[str, Trace]
     exact: Mapping[str, Trace]
     repeats: Mapping[str, Trace]
-    measures: Mapping[str, Measures]
     gates: tuple[Gate, ...]
     reasons: tuple[str, ...]
     layouts: tuple[str, ...]
@@ -49,6 +50,10 @@ class Judged:
     @property
     def case(self) -> Case:
         return self.yardstick.case
+
+    @property
+    def measures(self) -> Mapping[str, Measures]:
+        return self.survey.runs
 
     @property
     def differs(self) -> bool:
@@ -82,25 +87,28 @@ def sequence(
     name: str = "",
 ) -> Judged | list[str]:
     """The traces, by plan, measured by an oracle folder; or why that folder cannot serve."""
-    yardstick = _yardstick(case)
-    if not isinstance(yardstick, Yardstick):
-        return yardstick
+    if unfit := case_reasons(case):
+        return unfit
     runs, refused = admit(case, candidates, case.manifest.dtype)
     exact, exact_refused = admit(case, algebra, "float64")
     again, again_refused = admit(case, repeats, case.manifest.dtype)
-    measures = {plan: measure.measure(trace, case.truth) for plan, trace in runs.items()}
-    gates, reasons, layouts = _gates(yardstick, measures, runs, exact, again)
+    surveyed = survey(case, runs, exact)
+    yardstick = Yardstick.of(case, surveyed.truth)
+    if unfit := _unfit(yardstick):
+        return unfit
+    measures = surveyed.runs
+    gates, reasons, layouts = _gates(yardstick, surveyed, runs, exact, again)
     refused += [*exact_refused, *(f"repeat: {reason}" for reason in again_refused)]
     refused += [_without_first(repeats[plan], plan) for plan in repeats if plan not in candidates]
     near = [note for plan in runs for note in _near(yardstick, _shown(name, plan), measures[plan])]
     return Judged(
         name=name,
         yardstick=yardstick,
-        trusted=trust(yardstick),
+        survey=surveyed,
+        trusted=trust(yardstick, surveyed),
         runs=runs,
         exact=exact,
         repeats=again,
-        measures=measures,
         gates=tuple(gates),
         reasons=(*refused, *reasons),
         layouts=tuple(layouts),
@@ -110,19 +118,19 @@ def sequence(
 
 def _gates(
     yardstick: Yardstick,
-    measures: Mapping[str, Measures],
+    surveyed: Survey,
     runs: Mapping[str, Trace],
     exact: Mapping[str, Trace],
     again: Mapping[str, Trace],
 ) -> tuple[list[Gate], list[str], list[str]]:
     """All gates, what leaves the verdict open, and how the cache is laid out."""
     case, logits = yardstick.case, list[Gate]()
-    algebra = algebra_gates(yardstick, exact)
+    algebra = algebra_gates(yardstick, exact, surveyed.exact)
     of_exact, exact_odd = algebra_cache_gates(yardstick, exact, algebra)
-    for plan, run in measures.items():
+    for plan, run in surveyed.runs.items():
         logits += logit_gates(yardstick, plan, run)
     changing, apart = repeat_gates(yardstick, runs, again)
-    cached = cached_gate(yardstick, runs)
+    cached = cached_gate(yardstick, runs, surveyed.cached)
     of_cache, odd, layouts = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
     gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
     return gates, [*exact_odd, *apart, *odd], layouts
@@ -137,17 +145,14 @@ def _shown(name: str, plan: str) -> str:
     return f"{name} {plan}" if name else plan
 
 
-def _yardstick(case: Case) -> Yardstick | list[str]:
-    reasons = case_reasons(case)
-    if reasons:
-        return reasons
-    yardstick = Yardstick.of(case)
+def _unfit(yardstick: Yardstick) -> list[str]:
+    """Why the truth's numbers cannot serve, which its files alone do not show."""
     largest, cache = yardstick.truth.largest, yardstick.cache_largest
     finite = np.isfinite(largest).all() and (cache is None or np.isfinite(cache).all())
     if finite and largest.max() > 0:
-        return yardstick
+        return []
     what = "holds numbers that are not finite, or only zeros; make the folder again"
-    return [f"{case.truth.label}: {what}"]
+    return [f"{yardstick.case.truth.label}: {what}"]
 
 
 def _near(yardstick: Yardstick, shown: str, run: Measures) -> list[str]:

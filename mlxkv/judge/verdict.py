@@ -185,13 +185,7 @@ def _first_wrong(sequences: Sequence[Judged]) -> FirstWrong | None:
 
 
 def _figures(one: Judged) -> list[delta.Figures]:
-    case, rows = one.case, one.yardstick.truth
-    return [
-        delta.figures(
-            one.runs[plan], case.truth, rows, plan=one.shown(plan), positions=run.positions.tolist()
-        )
-        for plan, run in one.measures.items()
-    ]
+    return [replace(of, plan=one.shown(plan)) for plan, of in one.survey.figures.items()]
 
 
 def _curve(plan: str, run: Measures) -> Curve:

@@ -30,7 +30,8 @@ _SETTINGS = {
     "font.size": 10,
 }
 _MOST_TOKENS = 40
-_MOST_COLUMNS = 120  # of a strip: more positions share a column, which shows the largest
+# Of a strip: more positions share a column, which shows the largest. A cell takes 230 bytes.
+_MOST_COLUMNS, _MOST_CELLS = 120, 8000
 _DECADES = (-17, 4)  # of its colours; what is outside has the last one's
 
 
@@ -67,19 +68,23 @@ def error_by_position(
 ) -> str:
     """The curves over the floor, which has a value at each of the positions `at` (None: all).
 
-    `limit` is in floors. `texts` are the tokens, which stand below up to 40 positions.
+    `limit` is in floors. `texts` are the tokens, which stand below up to 40 positions. Of long
+    curves a part is drawn, as `Curve.thinned` says.
     """
     at = range(len(floor)) if at is None else at
     n = max(at, default=-1) + 1
+    # Where not every position has a row, marks show which have.
+    size = 4 if n <= _MOST_TOKENS else 2 if len(at) < n else 0
+    least = Curve("noise floor", tuple(at), tuple(floor)).thinned
     with drawing(9, 4.5) as figure:
-        axes = figure.add_subplot()
-        axes.fill_between(at, floor, color="#BBBBBB", alpha=0.6, linewidth=0, label="noise floor")
-        above, label = np.multiply(floor, limit), f"limit, {limit:g} floors"
-        axes.plot(at, above, color="#000000", linewidth=1, label=label)
-        for i, curve in enumerate(curves):
+        axes, where = figure.add_subplot(), least.positions
+        axes.fill_between(
+            where, least.rms, color="#BBBBBB", alpha=0.6, linewidth=0, label=least.plan
+        )
+        above, label = np.multiply(least.rms, limit), f"limit, {limit:g} floors"
+        axes.plot(where, above, color="#000000", linewidth=1, label=label)
+        for i, curve in enumerate(each.thinned for each in curves):
             color, marker, line = _LOOKS[i % len(_LOOKS)]
-            # Where not every position has a row, marks show which have.
-            size = 4 if n <= _MOST_TOKENS else 2 if len(at) < n else 0
             rms = np.where(np.greater(curve.rms, 0), curve.rms, np.nan)
             looks = {"color": color, "marker": marker, "linestyle": line, "markersize": size}
             axes.plot(curve.positions, rms, linewidth=1.2, label=curve.plan, **looks)
@@ -141,12 +146,10 @@ def heat_strip(
 
     `at`, a layer and a position, is outlined. What is not finite is grey.
     """
-    values = np.array(strip.values, np.float64)  # None becomes NaN
-    layers, n = values.shape
-    starts = np.arange(0, n, -(-n // _MOST_COLUMNS))
+    layers, n = len(strip.values), len(strip.values[0])
+    step = -(-n // min(_MOST_COLUMNS, max(1, _MOST_CELLS // layers)))
+    starts, columns = np.arange(0, n, step), strip.columns(step)
     edges = np.append(starts, n) - 0.5
-    # A column that holds one value that is not finite is not finite.
-    columns = np.maximum.reduceat(values, starts, axis=1)
     with drawing(9, min(8.0, 2.5 + 0.18 * layers)) as figure:
         axes = figure.add_subplot(facecolor="#BBBBBB")
         _colours(figure, axes, columns, edges, strip.limit)

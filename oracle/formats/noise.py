@@ -11,16 +11,22 @@ Both the oracle and the judge ask here; each brings its own measurements. numpy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from oracle.formats.run_folder import SEQUENTIAL, Manifest, Pool, ordinary
 from oracle.formats.tensors import Array
 
-Errors = Mapping[str, Array]
-"""One run's errors: rms, shift and peak (rows,), keys and values (layers, K, n)."""
+Errors = Mapping[str, Iterable[Any]]
+"""One run's errors: rms, shift and peak (rows,); of keys and values a layer's (K, n) after another,
+so that those of a long sequence need not stand in memory together.
+"""
+
+CACHE = ("keys", "values")
+"""The errors of which each layer has some."""
 
 # Between stored errors and those measured again, relative to the largest of a row of positions.
 # Both are sums of the same float64 numbers, in another order on another machine: 3e-15.
@@ -135,7 +141,9 @@ def _off(pool: Pool, floors: Mapping[str, Array], again: Mapping[str, Errors]) -
                 if name == "cached"
                 else pool.members.index(member)
             )
-            off[f"{name} of {member}"] = _apart(floors[name][row], found)
+            stored = floors[name][row]
+            pairs = zip(stored, found, strict=True) if name in CACHE else [(stored, found)]
+            off[f"{name} of {member}"] = float(np.max([0.0, *(_apart(*pair) for pair in pairs)]))
     return off
 
 
@@ -163,24 +171,31 @@ def _beside(
     """The errors of `others` over the kept members' largest nearby, as a part of the limits."""
     at = [pool.members.index(name) for name in others]
     kept = [i for i, name in enumerate(pool.members) if name.split("-")[0] == pool.kinds[-1]]
-    found = {
-        name: (np.abs(np.asarray(floors[name])[at]), np.abs(floors[name][kept]).max(axis=0))
-        for name in ("rms", "shift", "peak", "keys", "values")
-    }
+
+    def both(errors: Array) -> tuple[Array, Array]:
+        return np.abs(errors[at]), np.abs(errors[kept]).max(axis=0)
+
+    found = {name: both(np.asarray(floors[name])) for name in ("rms", "shift", "peak")}
     # A shift is one number a row, and small by chance. What a run with a cache and one without are
     # apart is no more than what both are off.
     found["shift"] = found["shift"][0], np.maximum(found["shift"][1], found["rms"][1])
     cached = np.asarray(floors["cached"])
     found["cached"] = cached[:-1], np.maximum(cached[-1], found["rms"][1])
+    parts = [_part(*pair, np.asarray(positions)) for pair in found.values()]
     every = np.arange(np.shape(floors["keys"])[-1])
-    places = {"keys": every, "values": every}
-    ratios = [
-        _over(mine, windows(of, np.asarray(places.get(name, positions))).max(-1))
-        for name, (mine, of) in found.items()
-    ]
-    at_one = [x.max(initial=0.0) for x in ratios]
-    over_all = [np.sqrt(np.mean(x * x, axis=-1)).max(initial=0.0) for x in ratios]
-    return float(np.max([np.max(at_one) / BESIDE, np.max(over_all) / BESIDE_ALL]))
+    for kind in CACHE:
+        for layer in np.moveaxis(np.asarray(floors[kind]), 1, 0):
+            parts.append(_part(*both(layer), every))
+    return float(np.max(parts))
+
+
+def _part(mine: Array, of: Array, at: Array) -> float:
+    """The errors `mine` (members, ..., positions) over the largest of `of` (..., positions) near
+    each, at one position and over all, as a part of the limits.
+    """
+    ratios = _over(mine, windows(of, at).max(-1))
+    over_all = np.sqrt(np.mean(ratios * ratios, axis=-1)).max(initial=0.0)
+    return float(np.max([ratios.max(initial=0.0) / BESIDE, over_all / BESIDE_ALL]))
 
 
 def _over(part: Array, whole: Array) -> Array:

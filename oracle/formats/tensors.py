@@ -65,14 +65,15 @@ class Writer:
         self.arrays = mapped(header.checked(part, self._entries, self._header, whole), "r+")
 
     def finish(self, meta: Mapping[str, Any]) -> None:
-        """Writes the metadata and renames the file into place."""
+        """Writes the metadata and renames the file into place.
+
+        The system writes the arrays to the disk when it likes, as it does with every other file:
+        waiting for it took 0.1 s for each 60 MB. What is kept has a sha256 that is looked at.
+        """
         # JSON within JSON: quotes are escaped once more, which the bound above allows for.
         text = {"mlxkv": strict_json.encode(meta)}
         first = header.encoded(self._entries, text, size=self._header)
         with disk.writing(self._path):
-            for array in self.arrays.values():
-                if isinstance(array, np.memmap):
-                    array.flush()
             self.arrays = {}
             with self._part.open("r+b") as file:
                 file.write(first)

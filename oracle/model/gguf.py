@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ _STRING, _ARRAY = 8, 9
 
 _SHARD = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 _ALL = "download all shards, under their own names, into one folder"
+
+# Numbers that are dequantised together: 4 MB in float32, and `gguf.quants` has a few such arrays.
+_BLOCK = 2**20
 
 _Place = tuple[tuple[int, ...], int, int, mmap.mmap]
 
@@ -162,7 +166,11 @@ def _new_name(cursor: _Cursor, known: dict[str, Any]) -> str:
     return name
 
 
-def dequantised(gguf: Gguf, name: str) -> Any:
+def dequantised(gguf: Gguf, name: str, *, together: int = 1) -> Iterator[Any]:
+    """A matrix's rows (n, columns) in float32, a block after another; what has one axis (n,) whole.
+
+    A block has a multiple of `together` rows, which must divide their number.
+    """
     import numpy as np
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
@@ -173,7 +181,10 @@ def dequantised(gguf: Gguf, name: str) -> Any:
         block, size = GGML_QUANT_SIZES[kind]
         rows, row = math.prod(shape[:-1]), shape[-1] // block * size
         stored = np.frombuffer(data, np.uint8, rows * row, start).reshape(rows, row)
-        return np.asarray(dequantize(stored, kind), np.float32).reshape(shape)
+        step = together * max(1, _BLOCK // (together * shape[-1]))
+        for first in range(0, rows, step):
+            found = np.asarray(dequantize(stored[first : first + step], kind), np.float32)
+            yield found.reshape(-1, *shape[1:])
     except (ValueError, KeyError, OverflowError, NotImplementedError) as error:
         what = f"{name} of type {number} cannot be read ({error})"
         remedy = "download it again or use another type"

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def _llama3_scaling(gguf: Gguf, theta: float, head_dim: int) -> dict[str, Any]:
     if shape != (head_dim // 2,):
         what = f"{_FREQUENCIES} has shape {list(shape)}, expected [{head_dim // 2}]"
         raise Refusal(what, where=gguf.path, remedy=_AGAIN)
-    divisors = np.asarray(dequantised(gguf, _FREQUENCIES), np.float64)
+    divisors = np.asarray(next(dequantised(gguf, _FREQUENCIES)), np.float64)
     factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1)
@@ -285,30 +286,30 @@ def _write_weights(gguf: Gguf, targets: dict[str, _Target], path: Path, progress
     """Writes the tensors in float32, sorted by name; returns the file's sha256."""
     order = sorted(targets, key=lambda name: targets[name].name)
     entries, _ = header.declare({targets[n].name: ("F32", targets[n].shape) for n in order})
-    first = header.encoded(entries, {"format": "pt"})
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for i, name in enumerate(["", *order]):
-            piece = _split_halves(_finite(gguf, name), targets[name].heads) if name else first
+
+        def write(piece: Any) -> None:
             file.write(piece)
             digest.update(piece)
+
+        write(header.encoded(entries, {"format": "pt"}))
+        for i, name in enumerate(order):
             progress(f"converting {gguf.path.name}", i, len(order))
+            for piece in _pieces(gguf, name, targets[name]):
+                write(piece)
+    progress(f"converting {gguf.path.name}", len(order), len(order))
     return digest.hexdigest()
 
 
-def _finite(gguf: Gguf, name: str) -> Any:
+def _pieces(gguf: Gguf, name: str, target: _Target) -> Iterator[Any]:
+    """A tensor's rows in float32, block by block, those of each head in split halves."""
     import numpy as np
 
-    rows = dequantised(gguf, name)
-    if not np.isfinite(rows).all():
-        what = f"{name} holds NaN or infinity, expected finite weights"
-        raise Refusal(what, where=gguf.path, remedy=_AGAIN)
-    return rows
-
-
-def _split_halves(rows: Any, heads: int) -> bytes:
-    """A tensor's bytes, the rows of each head in split halves instead of pairs."""
-    if heads:
-        rows = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
-    out: bytes = rows.astype("<f4").tobytes()
-    return out
+    head = target.shape[0] // target.heads if target.heads else 1
+    for rows in dequantised(gguf, name, together=head):
+        if not np.isfinite(rows).all():
+            what = f"{name} holds NaN or infinity, expected finite weights"
+            raise Refusal(what, where=gguf.path, remedy=_AGAIN)
+        pairs = rows.reshape(-1, head // 2, 2, *rows.shape[1:]) if target.heads else None
+        yield np.ascontiguousarray(rows if pairs is None else pairs.swapaxes(1, 2), "<f4")

@@ -10,11 +10,12 @@ are those of e - shift. numpy only, a block of positions at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from oracle.formats import noise
 from oracle.formats.contents import KINDS, members_of
 from oracle.formats.errors import Refusal
 from oracle.formats.run_folder import Pool, ordinary
@@ -53,13 +54,14 @@ def write(
     return pool
 
 
-def of_member(member: Trace, truth: Trace) -> dict[str, Array]:
-    """One run's errors, of the shapes of `noise.Errors`."""
+def of_member(member: Trace, truth: Trace) -> dict[str, Iterable[Array]]:
+    """One run's errors, as `noise.Errors` has them."""
     shapes = _shapes(truth, 1, 0)
-    out = {name: np.empty(shape) for name, (_, shape) in shapes.items() if name != "cached"}
+    out = {name: np.empty(shapes[name][1]) for name in ("rms", "shift", "peak")}
     _measure_logits(out, 0, member, truth)
-    _measure_cache(out, 0, member, truth)
-    return {name: array[0] for name, array in out.items()}
+    return {name: array[0] for name, array in out.items()} | {
+        kind: _of_layers(member, truth, kind) for kind in noise.CACHE
+    }
 
 
 def apart(one: Trace, other: Trace) -> Array:
@@ -125,9 +127,19 @@ def _measure_logits(out: Mapping[str, Array], m: int, member: Trace, truth: Trac
 
 
 def _measure_cache(out: Mapping[str, Array], m: int, member: Trace, truth: Trace) -> None:
+    for kind in noise.CACHE:
+        for i, errors in enumerate(_of_layers(member, truth, kind)):
+            out[kind][m, i] = errors
+
+
+def _of_layers(member: Trace, truth: Trace, kind: str) -> Iterator[Array]:
+    """(K, n) of each layer's keys, or values; a head at a time, as a long sequence's are large."""
     for i in range(_layers(truth)):
-        for kind, mine, ours in zip(("keys", "values"), _kv(member, i), _kv(truth, i), strict=True):
-            out[kind][m, i] = _rms(mine - ours.astype(np.float64))
+        mine, ours = (_kv(run, i)[noise.CACHE.index(kind)] for run in (member, truth))
+        if mine.shape != ours.shape:
+            what = f"{kind} of layer {i} have shape {mine.shape}, expected {ours.shape}"
+            raise ValueError(f"{member.label}: {what}")
+        yield np.stack([_rms(x - y.astype(np.float64)) for x, y in zip(mine, ours, strict=True)])
 
 
 def _layers(trace: Trace) -> int:

@@ -29,6 +29,7 @@ from synthetic import (
 
 from mlxkv.commands.compare.delta import delta
 from mlxkv.judge import measure as measuring
+from mlxkv.judge import walk as walking
 from mlxkv.judge.admission import asked, by_plan, cache_reasons, case_reasons, trace_reasons
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.delta import Figures, figures, page_tables, pair, three_way
@@ -336,7 +337,7 @@ def test_a_long_trace_is_measured_in_blocks_to_the_same_numbers(
 ) -> None:
     whole, table = measure(STEP, CASE.truth), pair(STEP, CASE.references["full"], CASE.rows)
     shown = figures(STEP, CASE.truth, truth_rows(CASE.truth), plan="step")
-    monkeypatch.setattr(measuring, "_BLOCK", 5 * VOCAB)
+    monkeypatch.setattr(walking, "_BLOCK", 5 * VOCAB)
     np.testing.assert_array_equal(measure(STEP, CASE.truth).rms, whole.rms)
     np.testing.assert_array_equal(
         truth_rows(CASE.truth).margin, np.diff(np.sort(CASE.truth.logits)[:, -2:])[:, 0]
@@ -362,7 +363,9 @@ def test_cache_errors_keep_kind_layer_head_and_position_apart() -> None:
         return a
 
     exact = replace(CASE.truth, meta=STEP.meta)
-    rms, worst = cache_errors(changed(exact, "kv/a/001/values", move), CASE.truth)
+    moved = changed(exact, "kv/a/001/values", move)
+    rms = cache_errors(moved, CASE.truth)
+    worst = cache_errors(moved, CASE.truth, measuring.worst_over)
     assert rms.shape == (2, 2, 2, N)
     assert [tuple(i) for i in np.argwhere(rms > 0).tolist()] == [(1, 1, 1, 9)]
     assert rms[1, 1, 1, 9] == pytest.approx(4 / np.sqrt(8))

@@ -224,7 +224,7 @@ def test_what_a_run_that_broke_off_left_goes_after_a_week(cache: Path) -> None:
 
 def prompts(folder: Path, n: int, *, different: int) -> Path:
     """A file of n prompts, of which so many differ."""
-    some = [models.ids(4 + i % 3, seed=i) for i in range(different)]
+    some = [models.ids(2 + i % 3, seed=i) for i in range(different)]
     lines = (json.dumps({"name": f"p{i}", "tokens": some[i % different]}) for i in range(n))
     path = folder / f"{n}.jsonl"
     path.write_text("\n".join(lines) + "\n")

@@ -220,7 +220,7 @@ def noisier(forged: Forged, factor: float) -> None:
     def all_of_it(arrays: dict[str, Array]) -> None:
         for member, run in runs.items():
             for name, of in errors.of_member(run, measure).items():
-                arrays[name][forged.pool.members.index(member)] = of
+                arrays[name][forged.pool.members.index(member)] = list(of)
         arrays["cached"][1] = errors.apart(runs["sdpa-step"], runs["sdpa-full"])
         for name, of in arrays.items():
             of[[0] if name == "cached" else [0, 1, 5]] *= factor

@@ -1,5 +1,6 @@
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,32 @@ def test_a_quantised_gguf_gives_the_dequantised_weights(tmp_path: Path, kind: st
     assert found.note.startswith(f"GGUF {kind}, ")
 
 
+def test_a_model_of_any_size_is_converted_and_hashed_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "_BLOCK", 10_001)  # not a multiple of a row, nor of a head
+    arrays = weights(4, 2)
+    large = np.random.default_rng(1).standard_normal((30_000, HIDDEN)).astype(np.float32)
+    arrays["model.embed_tokens.weight"] = large
+    path = write(tmp_path / "large.gguf", arrays, kind=GGMLQuantizationType.Q8_0)
+    tracemalloc.start()
+    try:
+        found = resolve(str(path))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < large.nbytes / 4  # of 7.7 MB, 1 MB of which is the buffer of the hash
+    loaded = load_file(found.folder / "model.safetensors")
+    for name, array in arrays.items():
+        used = GGMLQuantizationType.Q8_0 if array.ndim == 2 else GGMLQuantizationType.F32
+        expected = gguf.quants.dequantize(gguf.quants.quantize(array, used), used)
+        np.testing.assert_array_equal(loaded[name], expected, err_msg=name)
+    assert (
+        found.largest["model.embed_tokens.weight"]
+        == np.abs(loaded["model.embed_tokens.weight"]).max()
+    )
+
+
 def dequantisable() -> list[GGMLQuantizationType]:
     def works(kind: GGMLQuantizationType) -> bool:
         try:
@@ -169,7 +196,9 @@ def test_every_type_that_gguf_can_dequantise_is_read_as_its_own_reader_reads_it(
         for tensor in reader.tensors:
             expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(3, 256)
             np.testing.assert_array_equal(
-                gguf_file.dequantised(ours, tensor.name), expected, err_msg=tensor.name
+                np.concatenate(list(gguf_file.dequantised(ours, tensor.name))),
+                expected,
+                err_msg=tensor.name,
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mlxkv.commands.locate.layers import EQUAL
@@ -76,7 +76,9 @@ class Located:
         """`mlxkv-locate/1`: plain values; numbers that are not finite are null."""
         rows = [asdict(row) | {"wrong": row.wrong} for row in self.rows]
         head = {"format": FORMAT, "exit_code": self.exit_code, "limit": TAP}
-        return dict(plain(head | asdict(self) | {"rows": rows}))
+        strip = self.strip and self.strip.to_json()
+        found = asdict(replace(self, strip=None)) | {"rows": rows, "strip": strip}
+        return dict(plain(head | found))
 
     @property
     def at(self) -> tuple[int, int] | None:

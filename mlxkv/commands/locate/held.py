@@ -50,4 +50,4 @@ def read(case: Case, plan: str, run: Trace | None) -> Held | None:
     if cache_reasons(run, case.truth):
         return None
     floors = cache_floors(case, largest)
-    return Held(plan, run, floors, measure.cache_errors(run, case.truth)[0] / floors)
+    return Held(plan, run, floors, measure.cache_errors(run, case.truth) / floors)
