@@ -31,7 +31,8 @@ from oracle.truth.weights import DTYPES, Rows, Weights, row_blocks
 FOLDER = "converted"
 """Where the files are, in the cache folder."""
 LEAST = 10**9
-"""Bytes from which on a file is made."""
+"""Bytes from which on a file is made: it costs 0.7 s a GB once, where memory costs 0.6 s each time
+(measured at 1.2 and 4.9 GB). What is smaller fits anywhere, and would fill the disk for nothing."""
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ROOM = 2**28  # bytes that are left free on the disk
 _PAGE = 4096

@@ -82,7 +82,10 @@ class Weights:
         if not beside:
             return self._rounded(name, words, rows)
         packed = self.checkpoint.packed[name]
-        return self._unpacked(packed, words[rows], *(self._rounded(name, t, rows) for t in beside))
+        scales, biases = beside
+        scales = self._rounded(packed.scales, scales, rows)
+        biases = self._rounded(packed.biases, biases, rows)
+        return self._unpacked(packed, words[rows], scales, biases)
 
     def _rounded(self, name: str, stored: Tensor, rows: Rows) -> Tensor:
         rounded = stored[rows].to(DTYPES[self.dtype]).to(torch.float64)

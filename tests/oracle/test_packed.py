@@ -209,7 +209,7 @@ def test_the_second_proof_is_on_the_exact_weights_and_the_pool_runs_on_rounded_o
     def rounded_truth(*given: Any) -> torch.Tensor:
         return right(*given).to(DTYPES["bfloat16"]).double()
 
-    def before_rounding(_: Weights, name: str, rows: Any = None) -> torch.Tensor:
+    def before_rounding(_: Weights, name: str, rows: Any = None, **rest: Any) -> torch.Tensor:
         return exact[name] if rows is None else exact[name][rows]
 
     exact = {name: Weights(checkpoint, dtype=dtype)(name) for name in checkpoint.packed}

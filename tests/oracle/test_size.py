@@ -154,7 +154,7 @@ def test_long_sequences_in_pieces_are_the_same_truth(made, monkeypatch):
     ways = {"full": [12], "chunked": [5, 4, 1, 2]}
     tap = frozenset({"hidden"})
     whole = llama.follow(weights, config, TOKENS, segments=ways, taps=tap)
-    for name, value in {"_SHORT": 2, "_WIDE": 4 * config.mlp, "_LONG_BLOCK": 50}.items():
+    for name, value in {"_SHORT": 2, "_WIDE": 4 * config.mlp, "_LONG_BLOCK": 200}.items():
         monkeypatch.setattr(llama, name, value)
     pieces = llama.follow(weights, config, TOKENS, segments=ways, taps=tap)
     for name in ways:

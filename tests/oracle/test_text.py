@@ -257,7 +257,7 @@ def test_all_ways_read_each_layers_weights_once_and_logits_come_in_blocks(
     read, rows = [], []
     layer, logits_of = Weights.layer, llama.logits_of
     monkeypatch.setattr(
-        Weights, "layer", lambda self, config, i: (read.append(i), layer(self, config, i))[1]
+        Weights, "layer", lambda self, c, i, **into: (read.append(i), layer(self, c, i, **into))[1]
     )
     monkeypatch.setattr(
         llama,
