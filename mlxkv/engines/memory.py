@@ -1,8 +1,9 @@
 """What memory our processes take while they run, that of their files not counted.
 
 The system tells a process's largest resident size when it ends, mapped files included, which it can
-drop and read again. What cannot be dropped (RssAnon of Linux's /proc) is sampled ten times a second
-by a thread. Other systems do not tell it.
+drop and read again. What it cannot drop is memory that no file stands behind, shared memory and
+what was swapped out (RssAnon, RssShmem and VmSwap of Linux's /proc). It is sampled ten times a
+second by a thread. Other systems do not tell it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 EVERY = 0.1
 """Seconds between two samples; a layer's weights, which come and go, stay for longer in a model
 whose memory matters."""
-_ANONYMOUS = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
+_FIELDS = re.compile(rb"^(?:RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 _NOW: dict[int, int] = {}
 _MOST = {"together": 0}
 
@@ -58,25 +59,29 @@ def together() -> int | None:
 
 
 def anonymous(pid: int | None = None) -> int | None:
-    """Bytes of a process (None: of this one alone) and its children that are no file's, now.
+    """Bytes of a process and its children (None: of this one alone) that cannot be dropped, now.
 
     None where the system does not tell, or the process is gone.
     """
-    found = [_own("self")] if pid is None else [_own(str(one)) for one in _family(pid)]
+    mine = os.getpid()
+    found = [held(mine)] if pid is None else [held(one) for one in tree(pid) if one != mine]
     known = [one for one in found if one is not None]
     return sum(known) if known else None
 
 
-def _own(name: str) -> int | None:
+def held(pid: int) -> int | None:
+    """Bytes of one process that cannot be dropped, now; None where the system does not tell."""
     with suppress(OSError):
-        told = _ANONYMOUS.search(Path("/proc", name, "status").read_bytes())
-        return int(told[1]) * 1024 if told else None
+        told = _FIELDS.findall(Path(f"/proc/{pid}/status").read_bytes())
+        return 1024 * sum(map(int, told)) if told else None
     return None
 
 
-def _family(pid: int) -> Iterator[int]:
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants, by what the system lists under each of their threads."""
     yield pid
     with suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split():
-            if int(child) != os.getpid():
-                yield from _family(int(child))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                for child in Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split():
+                    yield from tree(int(child))

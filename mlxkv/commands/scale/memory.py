@@ -1,25 +1,21 @@
-"""What a process and all that it starts hold in memory and on disk, watched while they run.
-
-Counted is what the system cannot drop: memory that no file stands behind (RssAnon), shared memory
-and what was swapped out. Pages of mapped files, such as weights, it can drop and read again.
-"""
+"""What a process and all that it starts hold in memory and on disk, watched while they run."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from mlxkv.engines.memory import held, tree
+
 INTERVAL = 0.05
 """Seconds between two looks at memory. A look at four processes takes 0.5 ms."""
 DISK_INTERVAL = 1.0
-_FIELDS = re.compile(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +70,12 @@ class Watch:
             self._ended.wait(self.interval)
 
     def _look_at_memory(self) -> None:
-        held = holding(self.pid)
-        if not held:
+        found = holding(self.pid)
+        if not found:
             return
         self._samples += 1
-        self._together = max(self._together, sum(size for _, size in held))
-        for name, size in held:
+        self._together = max(self._together, sum(size for _, size in found))
+        for name, size in found:
             self._each[name] = max(size, self._each.get(name, 0))
 
 
@@ -90,23 +86,11 @@ def holding(pid: int) -> list[tuple[str, int]]:
         return found  # not Linux, or one that does not tell whose child a process is
     for one in tree(pid):
         with suppress(OSError):  # it has ended meanwhile
-            status = Path(f"/proc/{one}/status").read_text(encoding="ascii", errors="replace")
-            sizes = [int(size) for size in _FIELDS.findall(status)]
-            if sizes:  # one that has ended and that nobody has waited for has none
+            size = held(one)
+            if size is not None:  # one that has ended and that nobody has waited for has none
                 line = Path(f"/proc/{one}/cmdline").read_bytes().decode(errors="replace")
-                found.append((named(line.split("\0")), 1024 * sum(sizes)))
+                found.append((named(line.split("\0")), size))
     return found
-
-
-def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants, by what the system lists under each of their threads."""
-    yield pid
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                children = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii")
-                for child in children.split():
-                    yield from tree(int(child))
 
 
 def named(line: Sequence[str]) -> str:
