@@ -302,7 +302,7 @@ def show(folder: Path | str) -> str:
         *_without_truth(m),
         f"sequence     {len(m.tokens)} tokens: {prompt}{m.prompt_tokens} tokens, "
         f"and {after} after them",
-        *_sample(read_plans(folder, m)["full"], m),
+        *_sample(read_plans(folder, m).get("full"), m),
         f"made with    torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['threads']} threads, {made['os']}",
         *(f"proof        {line}" for line in proofs(m)),
@@ -336,9 +336,9 @@ def _probe_lines(probe: Manifest) -> list[str]:
     return [f"{ids}, {probe.prompt_tokens} of them in the first call", *proofs(probe)]
 
 
-def _sample(full: plans.Plan, m: Manifest) -> list[str]:
+def _sample(full: plans.Plan | None, m: Manifest) -> list[str]:
     """The line that says how many positions have a row of logits, if not all have."""
-    if isinstance(full.rows, str):
+    if full is None or isinstance(full.rows, str):
         return []
     n = len(m.tokens)
     return [

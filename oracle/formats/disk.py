@@ -103,6 +103,20 @@ def linked(source: Path, target: Path) -> None:
             shutil.copy2(source, target)
 
 
+def allow_open(files: int) -> None:
+    """Lets this process hold so many files open, or as many as the system allows at all.
+
+    A map keeps its file open. macOS allows 256 until it is asked for more.
+    """
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def write_text(path: Path, text: str) -> None:
     """A text file that is either whole or not there."""
     with atomic(path) as made:

@@ -33,18 +33,25 @@ _NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items()}
 
 
 def mapped(tensors: Mapping[str, Tensor], mode: Literal["r", "r+"] = "r") -> dict[str, Array]:
-    """The tensors as memory maps of their files; a Refusal of a dtype that numpy lacks."""
+    """The tensors in memory maps of their files; a Refusal of a dtype that numpy lacks.
+
+    A file is mapped once: each map keeps a file open, and a trace has hundreds of arrays.
+    """
     arrays: dict[str, Array] = {}
+    files: dict[Path, Array] = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in _NUMPY:
             what = f"{name} is {tensor.dtype}, expected one of {', '.join(_NUMPY)}"
             raise Refusal(what, where=tensor.file, remedy=header.COPY)
-        dtype = _NUMPY[tensor.dtype]
-        arrays[name] = (
-            np.memmap(tensor.file, dtype, mode, tensor.start, tensor.shape)
-            if math.prod(tensor.shape)
-            else np.zeros(tensor.shape, dtype)
-        )
+        dtype = np.dtype(_NUMPY[tensor.dtype])
+        size = math.prod(tensor.shape) * dtype.itemsize
+        if not size:
+            arrays[name] = np.zeros(tensor.shape, dtype)
+            continue
+        if tensor.file not in files:
+            files[tensor.file] = np.memmap(tensor.file, np.uint8, mode)
+        stored = files[tensor.file][tensor.start : tensor.start + size]
+        arrays[name] = stored.view(dtype).reshape(tensor.shape)
     return arrays
 
 
@@ -104,8 +111,14 @@ def write(path: Path, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> N
 
 def release(array: Array) -> None:
     """Takes a mapped array's pages out of this process's memory; they are read again if needed."""
-    if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        array.base.madvise(mmap.MADV_DONTNEED)
+    map = getattr(array, "_mmap", None)
+    if not isinstance(map, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = array.ctypes.data - np.frombuffer(map, np.uint8).ctypes.data
+    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (first + array.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        map.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -63,7 +63,7 @@ def test_long_commands_say_what_will_be_done_and_about_how_long_it_takes(
 def test_reports_say_their_parts_and_the_sum_of_their_times(
     said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(reports.SECONDS) == set(reports.PARTS)
+    assert set(reports.SECONDS) == {*reports.PARTS, reports.SCALE}
     for part in reports.PARTS:
         made = reports.Made("m", {}, {})
         monkeypatch.setitem(reports.PARTS, part, lambda *_, made=made: made)

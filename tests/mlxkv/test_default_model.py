@@ -36,7 +36,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", [PAIRS[0], pytest.param(PAIRS[1], marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("pair", PAIRS)
 def test_two_faults_are_found_in_their_place_and_no_right_run_is_accused(
     pair: tuple[str, str],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -237,6 +238,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many.page.plots, "error_by_position", lambda *_, **__: "<svg/>")
 
 
+@contextmanager
+def few_open_files(more: int) -> Iterator[None]:
+    """So many files may be opened beside those that are, until somebody asks for more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + more, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_hundred_prompts_take_one_oracle_and_no_more_memory_than_ten(
     tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
 ) -> None:
@@ -256,7 +266,8 @@ def test_a_hundred_prompts_take_one_oracle_and_no_more_memory_than_ten(
         lines = tmp_path / "lines.jsonl"
         given = ("--prompts", prompts(tmp_path, n, different=10), "--steps", "1", "--quick")
         options = ("--json", "--jsonl", lines, "--out", tmp_path / "out")
-        done = mlxkv("compare", tiny, *given, *options)
+        with few_open_files(300):
+            done = mlxkv("compare", tiny, *given, *options)
         assert done.returncode == 0, done.stderr
         assert started == ["oracle many"]
         value = json.loads(done.stdout)

@@ -78,7 +78,7 @@ for name, folder, tokens, out in json.load(sys.stdin):
     segments = {"full": [len(tokens)], "step": [5] + [1] * (len(tokens) - 5)}
     streams = truth.follow(weights, config, tokens, segments=segments)
     logits = np.zeros((len(tokens), config.vocab_size))
-    most, apart = truth.write_logits(streams, weights.head(config), logits)
+    most, apart = truth.write_logits(streams, weights.head_blocks(config), logits)
     assert apart <= 1e-12 * most, name
     np.save(out, logits)
 """

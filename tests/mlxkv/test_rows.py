@@ -400,8 +400,8 @@ def test_all_rows_is_another_question_and_another_command() -> None:
     assert len({inputs_digest("f", "c", one) for one in asked}) == 2
 
 
-def test_the_option_reaches_the_oracle_s_command_line(sampled: Made) -> None:
-    def asked(*, all_rows: bool) -> list[str]:
+def test_the_option_reaches_the_oracle(sampled: Made) -> None:
+    def asked(*, all_rows: bool) -> bool:
         question = oracle.Question(
             checkpoint=resolve(str(sampled.folder)),
             prompt=None,
@@ -410,11 +410,9 @@ def test_the_option_reaches_the_oracle_s_command_line(sampled: Made) -> None:
             dtype="float32",
             all_rows=all_rows,
         )
-        return question.arguments(Path("out"), "")
+        return question.into(Path("out")).all_rows
 
-    assert [each for each in asked(all_rows=True) if each not in asked(all_rows=False)] == [
-        "--all-rows"
-    ]
+    assert [asked(all_rows=every) for every in (False, True)] == [False, True]
 
 
 def test_a_folder_with_a_sample_cannot_show_all_rows(sampled: Made, tmp_path: Path) -> None:

@@ -235,13 +235,11 @@ def test_a_file_is_hashed_once_and_a_changed_one_again(
     assert disk.hash_once(path) == real(path) != first
 
 
-def test_every_source_of_the_package_is_part_of_the_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_source_of_the_package_is_part_of_the_digest(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     package = Path(shutil.copytree(ROOT / "oracle", tmp_path / "oracle", ignore=ignored))
-    monkeypatch.setattr(run_folder, "__file__", str(package / "formats/run_folder.py"))
-    seen = {str(run_folder.sources())}
+    assert run_folder.sources() == run_folder.sources(package)
+    seen = {str(run_folder.sources(package))}
     for file in (
         "answer.py",
         "formats/plan.py",
@@ -252,7 +250,7 @@ def test_every_source_of_the_package_is_part_of_the_digest(
         with (package / file).open("a") as source:
             source.write("# changed\n")
         before = len(seen)
-        seen.add(str(run_folder.sources()))
+        seen.add(str(run_folder.sources(package)))
         assert len(seen) == before + 1, file
 
 

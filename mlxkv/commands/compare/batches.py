@@ -22,11 +22,14 @@ from mlxkv.commands.compare.follow import Engine, Runs, find, followed, lanes_of
 from mlxkv.engines import estimate, lanes
 from mlxkv.engines.lanes import Lane
 from mlxkv.engines.progress import bar
-from oracle.formats import strict_json
+from oracle.formats import disk, strict_json
 
 MOST = 2 * 10**9
 """Bytes of traces of a batch. Of the default model 25 prompts of 24 tokens leave as many, and the
 engine's start, which each batch costs once, takes 2 s of about a minute."""
+
+FILES = 24
+"""Files that a sequence may hold open, its traces and its oracle folder: 38 prompts held 616."""
 
 _FILE = "judged.msgpack"
 T = TypeVar("T")
@@ -63,6 +66,7 @@ def batches(
     `kind` is what it makes, and `about` what that depends on beside the runs and our sources.
     """
     engine = find(requests[0])
+    disk.allow_open(FILES * (len(requests) + 4))
     answers = ask(requests)
     named = [(str(one.name), of) for one, of in zip(requests, answers.each, strict=True)]
     longest = max(named, key=lambda one: one[1].case.length)[0]
