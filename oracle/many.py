@@ -93,7 +93,7 @@ def _question(base: Question, one: One) -> Question:
         taps=one.taps,
         all_rows=one.all_rows,
     )
-    found.check()
+    found.checked()
     return found
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Self, TypedDict
 
 from oracle.formats.contents import DTYPES, KINDS, members_of
 from oracle.formats.errors import Refusal
@@ -103,11 +103,12 @@ class Question(Inputs):
             raise Refusal("the model has a place for one token only", where="probe")
         asked = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         probe = replace(self, prompt=None, **asked)
-        probe.check()
-        return probe
+        return probe.checked()
 
-    def check(self) -> None:
-        """Refuses what the model has no place for, and a dtype that cannot hold its weights."""
+    def checked(self) -> Self:
+        """This question. Refuses what the model has no place for, and a dtype that cannot hold its
+        weights.
+        """
         check_range(self.checkpoint, self.dtype)
         config, most = self.config, self.config.max_positions
         if self.length > most:
@@ -123,6 +124,7 @@ class Question(Inputs):
         for tap in sorted(set(self.taps) - set(known)):
             raise Refusal(f"taps: {tap!r}, expected some of {', '.join(known)}")
         self._check_sides(self.plans([0] * self.steps))  # refuses chunks that do not add up
+        return self
 
     def _check_sides(self, plans: Mapping[str, Plan]) -> None:
         """Refuses a cache that is filled on both sides of longrope's original length.
@@ -233,7 +235,7 @@ def ask(
     tokenizer = tokenizers.load(source.folder)
     ids = _encode(source.folder, tokenizer, prompt or "", note) if tokens is None else list(tokens)
     tokenizers.check_ids(ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
-    question = Question(
+    return Question(
         checkpoint=source,
         config=config,
         prompt=prompt,
@@ -246,9 +248,7 @@ def ask(
         taps=taps,
         all_rows=all_rows,
         tokenizer=tokenizer,
-    )
-    question.check()
-    return question
+    ).checked()
 
 
 def _check_sequence(

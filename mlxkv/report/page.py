@@ -77,14 +77,13 @@ def markdown(
     other: Verdict | None = None,
     page_values: bool = False,
 ) -> str:
-    """The page.
+    """The page. `continuation` are the greedy tokens after the prompt, and their text.
 
-    `continuation` are the greedy tokens after the prompt, and their text.
     `third` are the pairs of `delta.three_way` with a third engine, whose own verdict is `other`.
     `page_values` puts the article's values beside ours.
     """
-    ours, values = verdict.subject.engine, _PAGE if page_values else {}
-    cached, chunked = verdict.tables.cached, verdict.tables.chunked
+    ours, tables = verdict.subject.engine, verdict.tables
+    values = _PAGE if page_values else {}
     parts = [
         [f"# {ours} against transformers: {manifest.title}, {manifest.dtype}"],
         [f"**{phrases.sentence(verdict)}**"],
@@ -92,8 +91,8 @@ def markdown(
         _lines(verdict),
         _gates(verdict),
         not_exercised(verdict),
-        _pairs("Cached against uncached", "Table 3 of the page", cached, ours, values),
-        _pairs("Chunked prefill", "Table 4 of the page", chunked, ours, values),
+        _pairs("Cached against uncached", "Table 3 of the page", tables.cached, ours, values),
+        _pairs("Chunked prefill", "Table 4 of the page", tables.chunked, ours, values),
         _pairs("Three engines", "The same rows", third, ours, {}),
         _other(other) if other else [],
         _tokens(manifest, continuation),

@@ -90,14 +90,19 @@ def error_by_position(
             axes.plot(curve.positions, rms, linewidth=1.2, label=curve.plan, **looks)
         axes.set(title=title, ylabel="rms error against float64 (logits)", yscale="log")
         axes.set(xlim=(-0.5, n - 0.5))
-        # Not matplotlib's own 10^-5: that is mathematics, which is switched off so that no token is
-        # read as such.
-        axes.yaxis.set_major_formatter(lambda value, _: power(value))
-        axes.yaxis.set_minor_formatter(lambda *_: "")
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+        _powers(axes)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         _label_positions(axes, n, texts)
         return svg(figure)
+
+
+def _powers(axes: Any) -> None:
+    """A logarithmic scale without matplotlib's own 10^-5: that is mathematics, which is switched
+    off so that no token is read as such.
+    """
+    axes.yaxis.set_major_formatter(lambda value, _: power(value))
+    axes.yaxis.set_minor_formatter(lambda *_: "")
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
 
 
 def worst_first(values: Mapping[str, float], *, limit: float, title: str = "Sigma") -> str:

@@ -19,7 +19,7 @@ port.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,28 +83,34 @@ def follow(
     first, *others = (streams := _streams(segments, embedded, shared, makers or {})).values()
     if taps and len(first.spans) > 1:
         raise ValueError(f"truth: {len(first.spans)} segments first, expected one for taps")
-    tables = tables or rope_tables(config, n)
-
-    room: dict[str, Tensor] = {}
-
-    def through(i: int) -> None:
-        """All ways through one layer, whose weights are written over those of the one before."""
-        given = config, weights.layer(config, i, into=room), tables
-        seen: dict[str, Any] = dict.fromkeys(taps)
-        whole = (first.maker or Layer)(*given).run(first, seen)
-        if sink:
-            kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
-            sink(i, {k: v for k, v in kept.items() if v is not None})
-        for stream in others:
-            (stream.maker or Layer)(*given).run(stream, {}, [a[:, :shared] for a in whole])
-
+    tables, room = tables or rope_tables(config, n), dict[str, Tensor]()
     for i in range(config.n_layers):
         progress("truth (float64), layers", i, config.n_layers)
-        through(i)
+        # Written over those of the layer before: what names them ends with the call.
+        given = config, weights.layer(config, i, into=room), tables
+        kept = _through(given, first, others, taps, shared)
+        if sink:
+            sink(i, kept)
     for stream in others:
         stream.hidden[:shared] = first.hidden[:shared]
     norm = weights(NORM)
     return {n: rms_norm(s.hidden, norm, config.eps) for n, s in streams.items()}
+
+
+def _through(
+    given: tuple[Config, Mapping[str, Tensor], tuple[Tensor, Tensor]],
+    first: Stream,
+    others: Sequence[Stream],
+    taps: Collection[str],
+    shared: int,
+) -> dict[str, Tensor]:
+    """All ways through the layer of these weights; what the sink is given of the first."""
+    seen: dict[str, Any] = dict.fromkeys(taps)
+    whole = (first.maker or Layer)(*given).run(first, seen)
+    for stream in others:
+        (stream.maker or Layer)(*given).run(stream, {}, [a[:, :shared] for a in whole])
+    kept = dict(zip(("keys", "values"), whole, strict=True)) | seen
+    return {name: value for name, value in kept.items() if value is not None}
 
 
 def _streams(

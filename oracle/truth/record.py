@@ -35,8 +35,7 @@ def write(
     Returns max |T|, and the largest difference of a logit between the first way and any other.
     """
     call = _only_call(plan)
-    (tokens,) = call.batch
-    names = _names(call.cache, taps)
+    (tokens,), names = call.batch, _names(call.cache, taps)
     meta = _meta(weights, plan, dict(environment or {}))
     (kept,) = map(plan.kept, plan.calls())
     with trace.writer(path, meta, _shapes(config, len(tokens), len(kept), names)) as out:
@@ -50,10 +49,9 @@ def write(
         streams = llama.follow(weights, config, tokens, sink=sink, progress=progress, **ways)
         for name, table in zip(trace.ROPE_TABLES, tables, strict=True):
             out.arrays[name][...] = table.numpy()
-        rows = {n: hidden[list(kept)] for n, hidden in streams.items()}
-        del streams
-        head, logits = weights.head_blocks(config), out.arrays["logits"]
-        most, apart = llama.write_logits(rows, head, logits, positions=kept)
+        streams = {n: hidden[list(kept)] for n, hidden in streams.items()}
+        given = streams, weights.head_blocks(config), out.arrays["logits"]
+        most, apart = llama.write_logits(*given, positions=kept)
         out.arrays["positions"][...] = kept
         out.arrays["steps"][...] = len(plan.steps) - 1
         out.finish(meta.to_json())

@@ -71,7 +71,7 @@ def pool(run: Path) -> dict[str, trace.Trace]:
 def test_runs_that_are_bitwise_equal_over_long_stretches_are_no_bound_of_another(
     made, tmp_path, name
 ):
-    """As all keys of layer 0 are: they are 0 apart from their mean, and the sequential run's not."""
+    """As all keys of layer 0 are: they are 0 off their mean, and another's not."""
     tokens = (np.arange(60) * 7 % VOCAB).tolist()
     asked(made / "models" / name, tmp_path, tokens=tokens, prompt_tokens=50)
     floors = run_folder.read_floors(tmp_path / "run" / run_folder.FLOORS)[1]
