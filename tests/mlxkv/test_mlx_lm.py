@@ -579,7 +579,9 @@ def test_a_model_that_mlx_lm_cannot_load_is_refused(
 
 
 def test_the_default_model_agrees_on_mlx_lm(default_oracle: Path, tmp_path: Path) -> None:
-    done = compare("--engine", "mlx-lm", "--oracle", default_oracle, "--out", tmp_path / "right")
+    done = compare(
+        "--quick", "--engine", "mlx-lm", "--oracle", default_oracle, "--out", tmp_path / "right"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmlx-lm: agree (logits, cache)" in done.stdout
     verdict = json.loads((tmp_path / "right" / "compare.json").read_text())
