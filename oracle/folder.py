@@ -277,7 +277,7 @@ def _check_noise(folder: Path, found: contents.Contents) -> None:
         found.floors,
         again,
         largest=float(largest),
-        measure=measure,
+        positions=measure.positions,
     ):
         if not each.passed:
             what = f"{each.name}: {each.quantity} is {each.value:.3g}"

@@ -91,7 +91,7 @@ def _of_stored_errors(yardstick: Yardstick, surveyed: Survey) -> Iterator[Contro
         case.floors,
         again,
         largest=float(yardstick.truth.largest.max()),
-        measure=truth,
+        positions=truth.positions,
     ):
         yield Control(each.name, "agree", each.passed, each.value, each.limit, each.quantity)
 

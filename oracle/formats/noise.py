@@ -11,7 +11,7 @@ Both the oracle and the judge ask here; each brings its own measurements. numpy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from oracle.formats.run_folder import SEQUENTIAL, Manifest, Pool, ordinary
 from oracle.formats.tensors import Array
-from oracle.formats.trace import Trace
 
 Errors = Mapping[str, Iterable[Any]]
 """One run's errors: rms, shift and peak (rows,); of keys and values a layer's (K, n) after another,
@@ -70,7 +69,6 @@ _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 PARTS = "float32_parts"
 """The proof that bounds the pool's noise, rms over max |T|."""
 _FIRST = 32  # The proof looks at so many positions.
-_SPAN = 1024  # positions whose keys or values are looked at at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +92,19 @@ def checks(
     again: Mapping[str, Errors],
     *,
     largest: float,
-    measure: Trace,
+    positions: Array,
 ) -> tuple[Check, ...]:
     """What must hold of a pool's `floors`, of shapes that fit.
 
     `again` are the errors of the members whose runs are kept, measured anew, by member; `cached`
-    (rows,) among a step's errors is how far that run is from the full one. `measure` is the truth,
-    or the mean in its place, and `largest` its largest |logit|.
+    (rows,) among a step's errors is how far that run is from the full one. `largest` is max |T|,
+    and `positions` (rows,) are those of the truth's rows.
     """
-    positions, least = measure.positions, _ulps(manifest, measure)
-    shared = _shared(manifest, pool, floors, largest)
     most = "truth_max" if manifest.has_truth else "mean_max"
     others = [name for name in ordinary(pool.members) if name not in again]
-    beside = _beside(pool, floors, others, positions, least) / shared
+    beside = _beside(pool, floors, others, positions)
     in_order = [SEQUENTIAL] * (SEQUENTIAL in pool.members)
-    more = shared * max(1.0, pool.widest / IN_ORDER)
-    sums = _beside(pool, floors, in_order, positions, least) / more
+    sums = _beside(pool, floors, in_order, positions) / max(1.0, pool.widest / IN_ORDER)
     names = f"{' and '.join(others) or 'no run'} beside them"
     if not sums <= beside:
         names, beside = f"{SEQUENTIAL} beside them", sums
@@ -170,55 +165,12 @@ def windows(values: Array, at: Array) -> Array:
     return np.asarray(found[..., at, :])
 
 
-Least = Callable[[str, int], Any]
-"""Of keys or values of a layer: what their errors are held against at least, (K, 1) or a number."""
-
-
-def _ulps(manifest: Manifest, measure: Trace) -> Least:
-    """One unit in the last place of each head's largest |value| where no truth is written out.
-
-    The mean of runs that are bitwise equal, as keys of layer 0 may be over any stretch of tokens,
-    is each of them: they are 0 apart from it, and a run that adds up otherwise is not. On tiny
-    models it reads up to 7 units of a row's own largest value, from which a bias may have taken.
-    """
-
-    def ulps(kind: str, layer: int) -> Any:
-        pair = None if manifest.has_truth else measure.kv("a", layer)
-        if pair is None:
-            return 0.0
-        array = pair[CACHE.index(kind)]
-        parts = np.array_split(array, 1 + array.shape[1] // _SPAN, axis=1)
-        largest = np.max([np.abs(part).max((1, 2)) for part in parts], axis=0)
-        return _EPS[manifest.dtype] * largest[:, None]
-
-    return ulps
-
-
-def _shared(manifest: Manifest, pool: Pool, floors: Mapping[str, Array], largest: float) -> float:
-    """How much further the mean of the runs is from transformers' float64 form than they from it.
-
-    Roundings that all runs share are the mean's too, and no deviation from it shows them; a run
-    that adds up otherwise does not share them. On tiny models of 60 tokens the mean was 4.3 times
-    as far off as the runs were apart. 1 where the truth is written out.
-    """
-    if manifest.has_truth:
-        return 1.0
-    double = _number(manifest.proofs.get("mean_double")) * largest
-    own = np.sqrt(np.mean(np.square(np.asarray(floors["rms"])[_kept(pool)])))
-    return float(np.fmax(1.0, _over(np.asarray(double), own)))
-
-
-def _kept(pool: Pool) -> list[int]:
-    """The members whose runs are kept, by their rows."""
-    return [i for i, name in enumerate(pool.members) if name.split("-")[0] == pool.kinds[-1]]
-
-
 def _beside(
-    pool: Pool, floors: Mapping[str, Array], others: Sequence[str], positions: Array, least: Least
+    pool: Pool, floors: Mapping[str, Array], others: Sequence[str], positions: Array
 ) -> float:
     """The errors of `others` over the kept members' largest nearby, as a part of the limits."""
     at = [pool.members.index(name) for name in others]
-    kept = _kept(pool)
+    kept = [i for i, name in enumerate(pool.members) if name.split("-")[0] == pool.kinds[-1]]
 
     def both(errors: Array) -> tuple[Array, Array]:
         return np.abs(errors[at]), np.abs(errors[kept]).max(axis=0)
@@ -232,9 +184,8 @@ def _beside(
     parts = [_part(*pair, np.asarray(positions)) for pair in found.values()]
     every = np.arange(np.shape(floors["keys"])[-1])
     for kind in CACHE:
-        for i, layer in enumerate(np.moveaxis(np.asarray(floors[kind]), 1, 0)):
-            mine, of = both(layer)
-            parts.append(_part(mine, np.maximum(of, least(kind, i)), every))
+        for layer in np.moveaxis(np.asarray(floors[kind]), 1, 0):
+            parts.append(_part(*both(layer), every))
     return float(np.max(parts))
 
 

@@ -492,7 +492,7 @@ def test_an_error_is_bounded_by_those_at_positions_near_it_not_in_rows_near_it()
         dict(case.floors) | {"rms": rms},
         {name: {} for name in kept},
         largest=largest,
-        measure=case.truth,
+        positions=case.truth.positions,
     )
     assert not beside.passed
     assert beside.name == f"{SEQUENTIAL} beside them"
