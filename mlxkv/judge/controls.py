@@ -7,6 +7,7 @@ must differ; the errors that the folder stores of it must be those measured here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -105,6 +106,9 @@ def _errors(run: Measures, of: Trace, case: Case) -> dict[str, Iterable[Array]]:
 
 def _reason(control: Control, disputed: bool) -> str:
     remedy = "see what its proof says" if disputed else "make the oracle folder again"
+    if math.isinf(control.value):
+        # Of a pool without a truth: its runs round alike, and only another one shows that they do.
+        remedy += ", of fewer tokens if there is no truth: equal runs are no noise to measure by"
     return (
         f"control {control.name!r}: {control.quantity} is {control.value:.3g} "
         f"(limit {control.limit:g}), expected to {control.expected}; "

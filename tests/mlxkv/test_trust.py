@@ -23,7 +23,8 @@ from mlxkv.commands.compare import ask
 from mlxkv.engines import port
 from mlxkv.judge.admission import by_plan
 from mlxkv.judge.case import read_case
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.controls import Trust
+from mlxkv.judge.result import Control, Verdict
 from mlxkv.judge.verdict import judge
 from mlxkv.port.llama import Llama
 from oracle import folder as folders
@@ -473,6 +474,21 @@ def test_the_honest_folder_passes_both(forged: Forged, model_of: Callable[..., L
 def test_a_check_that_is_no_number_does_not_pass() -> None:
     assert noise.Check("a", "b", 1.0, 1.0).passed
     assert not noise.Check("a", "b", float("nan"), 1.0).passed
+
+
+@pytest.mark.parametrize(
+    ("value", "end"),
+    [(2.0, "again"), (float("inf"), "are no noise to measure by")],
+)
+def test_a_pool_whose_runs_are_equal_is_told_from_one_that_is_damaged(
+    value: float, end: str
+) -> None:
+    control = Control(
+        "sequential-full beside them", "agree", False, value, 1.0, "part of the limit"
+    )
+    (reason,) = Trust((), (), (control,)).reasons
+    assert reason.endswith(end)
+    assert "make the oracle folder again" in reason
 
 
 def test_an_error_is_bounded_by_those_at_positions_near_it_not_in_rows_near_it() -> None:
