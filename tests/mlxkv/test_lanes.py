@@ -311,6 +311,15 @@ def test_prompts_that_were_judged_before_an_interrupt_are_not_judged_again(
     assert list((cache / "lanes").iterdir()) == []
 
 
+def test_a_run_that_is_refused_leaves_the_lines_of_the_last_one(tiny: Path, tmp_path: Path) -> None:
+    lines, given = tmp_path / "lines.jsonl", tmp_path / "prompts.jsonl"
+    lines.write_text("of the last run\n")
+    given.write_text(json.dumps({"name": "one", "tokens": [10**6]}) + "\n")
+    done = mlxkv("compare", tiny, "--prompts", given, "--jsonl", lines, "--out", tmp_path / "out")
+    refused(done, "prompt one: tokens: id 1000000")
+    assert lines.read_text() == "of the last run\n"
+
+
 def test_lines_of_json_stand_beside_prompts_alone(tiny: Path, tmp_path: Path) -> None:
     done = mlxkv("compare", tiny, "--tokens", "1,2", "--jsonl", tmp_path / "x", "--out", tmp_path)
     refused(done, "--jsonl", "expected it beside --prompts")

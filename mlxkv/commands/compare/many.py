@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,24 @@ def report(
 
 @contextmanager
 def _written(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """What writes a line into the file, to be read at once; it is emptied first."""
+    """What writes a line into the file, to be read at once; the first empties it.
+
+    It is opened before: what cannot be written is refused before anything runs.
+    """
     if path is None:
         yield lambda _: None
         return
-    with disk.writing(path), path.open("w", encoding="utf-8", buffering=1) as file:
-        yield file.write
+    with disk.writing(path), path.open("a", encoding="utf-8", buffering=1) as file:
+        begun: list[str] = []
+
+        def write(line: str) -> None:
+            if not begun:
+                with suppress(OSError):  # a pipe holds nothing to be emptied
+                    file.truncate(0)
+            begun.append(line)
+            file.write(line)
+
+        yield write
 
 
 def compare(
