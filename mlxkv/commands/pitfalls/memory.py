@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,23 +116,13 @@ def measure(model: Llama, *, context: int, branches: int, steps: int) -> Figures
     )
 
 
-LOOKS = 5
-"""At MLX's memory: the thread that computed an array may drop what it read a moment after others
-see that it is done: on a busy machine a look has found 4,096 bytes more.
-"""
-
-
 def _active() -> int:
     """Bytes that MLX holds once what nobody holds is gone."""
     import mlx.core as mx
 
     gc.collect()
-    found = []
-    for _ in range(LOOKS):
-        mx.synchronize()
-        found.append(mx.get_active_memory())
-        time.sleep(0.002)
-    return min(found)
+    mx.synchronize()
+    return mx.get_active_memory()
 
 
 def _buffers(cache: Cache) -> int:
