@@ -34,8 +34,7 @@ from oracle.formats.tensors import Shapes, Writer
 from oracle.formats.trace import CACHES, Meta, read, writer
 
 TRACES = 200
-"""Traces that are written at once. Each has two mapped arrays a layer, and Linux allows a process
-65,530 maps."""
+"""Traces that are written at once. Each keeps its file open, and macOS allows a process 256."""
 EMBEDDING = "model.embed_tokens.weight"
 
 

@@ -153,8 +153,8 @@ def _sweep() -> None:
 
 
 def beside(lanes: Mapping[str, Lane]) -> bool:
-    """Whether they run side by side: if all of them fit in half of this machine's memory."""
-    return sum(lane.bytes for lane in lanes.values()) <= machine.memory_bytes() // 2
+    """Whether they run side by side."""
+    return machine.holds_together(sum(lane.bytes for lane in lanes.values()))
 
 
 def follow(lanes: Mapping[str, Lane], run: Room) -> dict[str, Finished | None]:

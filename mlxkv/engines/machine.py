@@ -139,6 +139,13 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def holds_together(total: int) -> bool:
+    """Whether processes that take so many bytes in all may run side by side: half of the memory is
+    left to the system and to files.
+    """
+    return total <= memory_bytes() // 2
+
+
 def load_blas() -> str:
     """Loads the fastest BLAS found, so that its symbols win over MLX's own, and returns its name.
 

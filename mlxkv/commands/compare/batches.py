@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -138,8 +138,10 @@ def _write(place: Path, made: Sequence[object]) -> None:
 
 def _read(place: Path, kind: type[T]) -> list[T]:
     """What was made; nothing where the file is damaged, so that it is made again."""
+    of: Any = list[kind]  # type: ignore[valid-type]
     try:
-        return msgspec.msgpack.decode((place / _FILE).read_bytes(), type=list[kind])  # type: ignore[valid-type]
+        found: list[T] = msgspec.msgpack.decode((place / _FILE).read_bytes(), type=of)
+        return found
     except (OSError, msgspec.DecodeError):
         shutil.rmtree(place)
         return []

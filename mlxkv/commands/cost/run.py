@@ -173,7 +173,7 @@ def _beside(request: Request, checkpoint: Checkpoint, asked: Sequence[Variant]) 
     nor is memory that two copies of the weights would fill by half.
     """
     weights = 4 * checkpoint.parameters
-    if machine.uses_gpu(request.device) or 2 * weights > machine.memory_bytes() / 2:
+    if machine.uses_gpu(request.device) or not machine.holds_together(2 * weights):
         return ()
     slow = (one for one in asked if one.kind.base in _ONE_THREAD and one.rounds_cache_alone)
     return tuple(one.name for one in slow)
