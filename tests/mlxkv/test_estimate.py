@@ -10,6 +10,7 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
+from caches import settled
 
 from mlxkv.engines import estimate, port
 from mlxkv.engines.job import Job
@@ -42,7 +43,7 @@ def peak(job: Job) -> int:
     """The most memory that following the job takes, in bytes: MLX's arrays and Python's objects."""
     checkpoint, rounded = resolve(job.folder), job.weights_dtype
     meta = job.meta(checkpoint, {"device": "cpu"}, engine="mlxkv", version="")
-    before = mx.get_active_memory()
+    before = settled()
     mx.reset_peak_memory()
     tracemalloc.start()
     filling = Filling(checkpoint, job.dtype, rounded_to=rounded)

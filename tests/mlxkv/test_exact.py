@@ -13,6 +13,7 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
+from caches import settled
 from gguf.constants import GGMLQuantizationType
 from packed_models import quantised
 from test_gguf import CONFIG as GGUF_CONFIG
@@ -280,8 +281,8 @@ def test_no_more_than_a_layer_is_in_memory(
     monkeypatch.setattr(exact, "HEAD", 2**16)
     job, checkpoint = job_of(folder, judged(TOKENS[:12], 5)), resolve(str(folder))
     meta = job.meta(checkpoint, {"device": "cpu"}, engine="mlxkv", version="")
+    before = settled()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
     tracemalloc.start()
 
     exact.follow(job, Filling(checkpoint, "float64", rounded_to="float32"), meta, "")
@@ -305,8 +306,8 @@ def test_a_long_call_computes_its_parts_one_after_the_other(
 
     def called() -> tuple[Any, int]:
         cache = Cache(model.config, dtype=dtype)
+        held = settled()
         mx.reset_peak_memory()
-        held = mx.get_active_memory()
         logits = np.array(model([models.ids(1000)], cache=cache, places=[0, 499, 999])[0])
         return logits, mx.get_peak_memory() - held
 

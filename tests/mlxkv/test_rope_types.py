@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import models
 import numpy as np
 import numpy.typing as npt
 import pytest
-from caches import refused, run
+from caches import refused, run, settled
 from command import torch_python
 
 from mlxkv.engines import port
@@ -245,7 +244,7 @@ def test_a_length_that_cannot_be_is_refused(length: Any) -> None:
 
 def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() -> None:
     config = LlamaConfig.from_json(models.config(head_dim=65536, max_position_embeddings=2**24))
-    before = mx.get_active_memory()
+    before = settled()
 
     with pytest.raises(CacheError) as caught:
         Cache(config)
@@ -255,7 +254,7 @@ def test_tables_that_would_fill_the_memory_are_refused_before_they_are_made() ->
         "4294967296; give a smaller max_length"
     )
     assert str(caught.value) == expected
-    assert mx.get_active_memory() == before
+    assert settled() == before
     assert len(Cache(config, max_length=4).cos) == 4
 
 
