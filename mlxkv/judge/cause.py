@@ -25,6 +25,7 @@ from mlxkv.judge.gates import pooled
 from mlxkv.judge.limits import SIGMA
 from mlxkv.judge.measure import Floats, Measures
 from mlxkv.judge.result import Cause, Gate
+from mlxkv.judge.words import plans_of
 from oracle.formats import strict_json, tensors
 from oracle.formats.disk import hash_once
 from oracle.formats.errors import Refusal
@@ -110,8 +111,8 @@ def find(case: Case, candidates: Mapping[str, Trace], suspects: Suspects) -> Cau
         return f"none of {len(suspects.listed)} usual suspects explains the difference"
     if not runs:
         return f"{unsought}: no row of a judged plan at the first {n} positions"
-    plans = " and ".join(runs)
-    return f"{unsought}: sigma is within its limit at the first {n} positions of plan {plans}"
+    where = f"at the first {n} positions of {plans_of(list(runs))}"
+    return f"{unsought}: sigma is within its limit {where}"
 
 
 def blind(
@@ -130,7 +131,7 @@ def blind(
     for suspect in suspects.listed:
         plans = [plan for plan in candidates if suspect.plan in ("", plan)]
         shown = any(_seen(suspect, case, candidates[plan], suspects.n, floors) for plan in plans)
-        if case.cached in plans and not shown:
+        if not shown and any(candidates[plan].kv(CACHE, 0) is not None for plan in plans):
             of_cache = [] if held is None else _of_cache(case, suspect, held)
             shown = any(gate.name in ran and gate.value > SURE * gate.limit for gate in of_cache)
         if plans:

@@ -16,6 +16,7 @@ from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.measure import Bools, beside, blocks, pieces
 from mlxkv.judge.result import Gate, GateName
 from mlxkv.judge.sequence import Judged
+from mlxkv.judge.words import listed, plans_of
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
 
@@ -66,7 +67,7 @@ def _where_not_finite(
     alike = [plan for plan, rows in found.items() if rows.keys() == held[plan]]
     others = [plan for plan in found if plan not in alike]
     more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
-    kinds = " or ".join(sorted({kind for plan in alike for kind in found[plan].values()}))
+    kinds = listed(sorted({kind for plan in alike for kind in found[plan].values()}), "or")
     where = _plans(one, alike)
     if any(held[plan] != bad.keys() for plan in alike):
         where += " that has them" if where.startswith("every") else ", where they have them"
@@ -148,21 +149,26 @@ def _coarse(run: Trace, truth: Trace, dtype: str) -> tuple[str, str] | None:
 
 
 def _coarse_cache(one: Judged) -> str:
-    run, dtype = one.runs.get(one.case.cached), one.case.manifest.dtype
-    failed = any(g.failed and g.name.startswith(("keys", "values")) for g in one.gates)
-    arrays = [a for n, a in run.arrays.items() if n.startswith(f"kv/{CACHE}/")] if run else []
-    for coarse, exact in _COARSER[dtype].items() if failed else ():
-        if arrays and all(exact(part).all() for array in arrays for part in pieces(array)):
+    dtype, of_cache = one.case.manifest.dtype, ("keys", "values")
+    failed = {g.plan for g in one.gates if g.failed and g.name.startswith(of_cache)}
+    for coarse, exact in _COARSER[dtype].items():
+        plans = [plan for plan in one.runs if plan in failed and _all(one.runs[plan], exact)]
+        if plans:
             what = f"hold {coarse} numbers only, though the run is {dtype}"
-            return f"the keys and values in the cache of {_plans(one, [one.case.cached])} {what}"
+            return f"the keys and values in the cache of {_plans(one, plans)} {what}"
     return ""
+
+
+def _all(run: Trace, exact: Callable[[Array], Bools]) -> bool:
+    """Whether every row of a run's keys and values is `exact`, where it holds some."""
+    arrays = [array for name, array in run.arrays.items() if name.startswith(f"kv/{CACHE}/")]
+    return bool(arrays) and all(exact(part).all() for array in arrays for part in pieces(array))
 
 
 def _plans(one: Judged, plans: Sequence[str]) -> str:
     if set(plans) == set(one.runs) and len(plans) > 1:
         return f"every plan of the {one.name}" if one.name else "every plan"
-    named = [one.shown(plan) for plan in plans]
-    return f"plan{'s' if len(named) > 1 else ''} {', '.join(named)}"
+    return plans_of([one.shown(plan) for plan in plans])
 
 
 def _several(x: Array) -> Bools:

@@ -7,7 +7,7 @@ why, and neither passes nor fails.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mlxkv.judge import limits, measure
 from mlxkv.judge.case import Case
 from mlxkv.judge.floors import Floors, logit_floors
 from mlxkv.judge.measure import Bools, Floats, Measures, TruthRows
+from mlxkv.judge.onset import Onset, first_of, onset
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.tensors import Array
 from oracle.formats.trace import Trace
@@ -49,17 +50,15 @@ def logit_gates(
     case, truth, at, rows = yardstick.case, yardstick.truth, run.positions, run.rows
     floors = yardstick.floors if floors is None else floors
     sigmas = run.rms / floors.rms[rows]
-    sigma = pooled(sigmas)
-    first = None if sigma <= limits.SIGMA else first_of(at[~(sigmas <= limits.SIGMA)])
     flipped = run.best != truth.best[rows]
     flipped &= truth.margin[rows] > limits.FLIP_MARGIN * floors.peak[rows]
     peaks, shifts = run.peak / floors.peak[rows], np.abs(run.shift) / floors.shift[rows]
     return [
         _count(case, GateName.FINITE, plan, at, ~run.finite),
-        Gate(GateName.SIGMA, plan, sigma, limits.SIGMA, first=first),
-        _by_position(case, GateName.WORST, plan, at, sigmas, limits.WORST),
-        _by_position(case, GateName.PEAK, plan, at, peaks, limits.PEAK),
-        _by_position(case, GateName.SHIFT, plan, at, shifts, limits.SHIFT),
+        _pooled(plan, at, sigmas),
+        by_position(case, GateName.WORST, plan, at, sigmas, limits.WORST),
+        by_position(case, GateName.PEAK, plan, at, peaks, limits.PEAK),
+        by_position(case, GateName.SHIFT, plan, at, shifts, limits.SHIFT),
         _count(case, GateName.FLIPS, plan, at, flipped),
     ]
 
@@ -91,7 +90,7 @@ def algebra_gates(
             continue
         at, of = errors[plan]
         ratios = of / yardstick.truth.largest.max()
-        gates.append(_by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
+        gates.append(by_position(case, GateName.ALGEBRA, plan, at, ratios, limits.ALGEBRA))
     if not gates:
         why = "not run: no float64 run of this engine"
         gates.append(not_run(GateName.ALGEBRA, "-", limits.ALGEBRA, why))
@@ -123,7 +122,7 @@ def cached_gate(
         return not_run(name, plan, limits.CACHED, f"not run: {why}")
     at, rms = apart
     ratios = rms / yardstick.floors.cached[measure.rows_of(case.truth, at.tolist())]
-    return _by_position(case, name, plan, at, ratios, limits.CACHED)
+    return by_position(case, name, plan, at, ratios, limits.CACHED)
 
 
 def _unproved(trace: Trace) -> str | None:
@@ -139,23 +138,43 @@ def within(value: object, limit: float) -> bool:
     return isinstance(value, int | float) and value <= limit
 
 
-def _by_position(
+def by_position(
     case: Case, name: GateName, plan: str, at: Array, ratios: Floats, limit: float
 ) -> Gate:
-    worst, first = int(np.argmax(ratios)), first_of(at[~(ratios <= limit)])  # NaN is the largest
+    """The gate on rows at the positions `at`, of which the worst decides."""
+    worst = int(np.argmax(ratios))  # NaN is the largest
     value, position = float(ratios[worst]), int(at[worst])
-    return Gate(name, plan, value, limit, position, case.text(position), first=first)
+    gate = Gate(name, plan, value, limit, position, case.text(position))
+    return beginning(gate, onset(at, ratios, limit)) if gate.failed else gate
 
 
 def _count(case: Case, name: GateName, plan: str, at: Array, wrong: Bools) -> Gate:
     """How many positions are `wrong`; none may be."""
-    first = first_of(at[wrong])
-    text = case.text(first) if first is not None else None
-    return Gate(name, plan, float(wrong.sum()), 0.0, first, text, first=first)
+    begin = first_of(at, wrong)
+    gate = Gate(name, plan, float(wrong.sum()), 0.0)
+    if begin is None:
+        return gate
+    text = case.text(begin.position)
+    return beginning(replace(gate, position=begin.position, token=text), begin)
 
 
-def first_of(positions: Array) -> int | None:
-    return int(positions[0]) if len(positions) else None
+def _pooled(plan: str, at: Array, sigmas: Floats) -> Gate:
+    """The gate on the rms over all positions."""
+    sigma = pooled(sigmas)
+    gate = Gate(GateName.SIGMA, plan, sigma, limits.SIGMA)
+
+    def sound(before: Floats) -> bool:
+        return pooled(before) <= limits.SIGMA
+
+    found = onset(at, sigmas, limits.WORST, level=sigma, sound=sound) if gate.failed else None
+    return beginning(gate, found)
+
+
+def beginning(gate: Gate, at: Onset | None) -> Gate:
+    """The gate with the first wrong position that its measure shows."""
+    if at is None:
+        return gate
+    return replace(gate, first=at.position, about=at.about, after=at.after)
 
 
 def not_run(name: GateName, plan: str, limit: float, reason: str) -> Gate:

@@ -35,9 +35,9 @@ class Prompts:
         return sorted(self.verdicts, key=lambda name: _rank(self.verdicts[name]))
 
     @property
-    def longest(self) -> Verdict:
-        """That of the longest sequence: what it does not exercise, few of the others do."""
-        return max(self.verdicts.values(), key=lambda v: len(v.subject.tokens))
+    def longest(self) -> str:
+        """That with the longest sequence: what it does not exercise, few of the others do."""
+        return max(self.verdicts, key=lambda name: len(self.verdicts[name].subject.tokens))
 
     @property
     def scopes(self) -> tuple[Scope, ...]:

@@ -10,6 +10,7 @@ from mlxkv.judge.controls import blind_to
 from mlxkv.judge.gates import sigma_of
 from mlxkv.judge.result import Outcome
 from mlxkv.judge.sequence import Judged
+from mlxkv.judge.words import listed
 from oracle.formats.plan import left_out
 from oracle.formats.run_folder import ordinary
 from oracle.formats.trace import Trace
@@ -28,7 +29,8 @@ def notes(main: Judged, outcome: Outcome, *, probed: bool) -> list[str]:
     # A trace of mixed is what an earlier version could not write: `unseen` says that it is absent.
     absent = [plan for plan in ORDER[:-1] if plan in case.manifest.plans and plan not in traces]
     if absent and traces:
-        found.append(f"not compared: {', '.join(absent)} (no usable trace of that plan)")
+        which = "that plan" if len(absent) == 1 else "those plans"
+        found.append(f"not compared: {listed(absent)} (no usable trace of {which})")
     if case.manifest.packed and any(g.scope == "algebra" and g.ran for g in gates):
         found.append(
             f"algebra ran on the unpacked weights ({case.manifest.packed}); it does not cover "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mlxkv.judge import limits, measure
-from mlxkv.judge.gates import Yardstick
+from mlxkv.judge.gates import Yardstick, by_position
 from mlxkv.judge.measure import Bools
 from mlxkv.judge.result import Gate, GateName
 from oracle.formats.tensors import Array
@@ -89,7 +89,4 @@ def _within(yardstick: Yardstick, plan: str, run: Trace, again: Trace) -> Gate:
     held, truth = np.isin(at, yardstick.case.truth.positions), yardstick.case.truth
     at = at[held]
     ratios = rms[held] / yardstick.floors.cached[measure.rows_of(truth, at.tolist())]
-    worst, above = int(np.argmax(ratios)), at[~(ratios <= limits.CACHED)]
-    position, first = int(at[worst]), int(above[0]) if len(above) else None
-    value, text = float(ratios[worst]), yardstick.case.text(position)
-    return Gate(GateName.REPEAT, plan, value, limits.CACHED, position, text, first=first)
+    return by_position(yardstick.case, GateName.REPEAT, plan, at, ratios, limits.CACHED)

@@ -59,8 +59,9 @@ class GateName(StrEnum):
 class Gate:
     """One limit on one plan.
 
-    `position` is where the value was found, `first` the first position above the limit. A gate that
-    could not run has a `reason` and a value of NaN; it neither passes nor fails.
+    `position` is where the value was found. `first` is the first wrong position that its measure
+    shows, None if it shows none; `about` and `after` say how well it is known, as in `FirstWrong`.
+    A gate that could not run has a `reason` and a value of NaN; it neither passes nor fails.
     """
 
     name: GateName
@@ -72,6 +73,8 @@ class Gate:
     layer: int | None = None
     head: int | None = None
     first: int | None = None
+    about: bool = False
+    after: int | None = None
     reason: str | None = None
 
     @property
@@ -171,13 +174,20 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class FirstWrong:
-    """The first position above a per-position limit, over all plans."""
+    """The first wrong position of all plans.
+
+    It is above the limit of a single row; if it is only known `about`, several rows from it on are
+    wrong together. `after` is the last position before it that was compared, if that is not its
+    neighbour (-1 if there is none): then the fault begins between the two.
+    """
 
     position: int
     token: str | None
     plan: str
     gate: GateName
     layer: int | None = None
+    about: bool = False
+    after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +281,16 @@ class Verdict:
             if gate.name not in worst or gate.badness > worst[gate.name].badness:
                 worst[gate.name] = gate
         return tuple(worst.values())
+
+    @property
+    def nearest(self) -> Gate | None:
+        """The gate that is nearest to its limit, or farthest beyond.
+
+        Where numbers are not finite that is the gate that says so: what others make of them is no
+        number either.
+        """
+        infinite = [gate for gate in self.worst if gate.failed and gate.name == GateName.FINITE]
+        return max(infinite or self.worst, key=lambda gate: gate.badness, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null.

@@ -124,14 +124,14 @@ def _gates(
     again: Mapping[str, Trace],
 ) -> tuple[list[Gate], list[str], list[str]]:
     """All gates, what leaves the verdict open, and how the cache is laid out."""
-    case, logits = yardstick.case, list[Gate]()
+    logits = list[Gate]()
     algebra = algebra_gates(yardstick, exact, surveyed.exact)
     of_exact, exact_odd = algebra_cache_gates(yardstick, exact, algebra)
     for plan, run in surveyed.runs.items():
         logits += logit_gates(yardstick, plan, run)
     changing, apart = repeat_gates(yardstick, runs, again)
     cached = cached_gate(yardstick, runs, surveyed.cached)
-    of_cache, odd, layouts = cache_gates(yardstick, runs.get(case.cached), [*logits, cached])
+    of_cache, odd, layouts = cache_gates(yardstick, runs, [*logits, cached])
     gates = [*algebra, *of_exact, *logits, *changing, cached, *of_cache]
     return gates, [*exact_odd, *apart, *odd], layouts
 

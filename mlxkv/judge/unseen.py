@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from mlxkv.judge.admission import layers
 from mlxkv.judge.case import ORDER
 from mlxkv.judge.repeats import calls
 from mlxkv.judge.result import Rows
 from mlxkv.judge.sequence import Judged
+from mlxkv.judge.words import listed, plans_of
 from oracle.formats.plan import PROBE_LENGTH, Feed, Plan, left_out
 from oracle.formats.trace import SHARED, Trace
 
@@ -39,7 +41,7 @@ def unseen(main: Judged, probe: Judged | None, rows: Rows, *, why_no_probe: str)
     lines = [_sample(rows), _positions(sequences, probe)]
     lines += [_ids(sequences, main.case.truth.logits.shape[1])]
     lines += [*_shapes(plans), _absent_plan(main), *_prefixes(main)]
-    lines += [*_rows(sequences), _LIFE, _repeats(sequences)]
+    lines += [*_rows(sequences), *_caches(sequences), _LIFE, _repeats(sequences)]
     lines += [f"the probe: {why_no_probe}"] if probe is None else _of_probe(probe)
     return [line for line in lines if line]
 
@@ -83,8 +85,8 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
     absent = [kind for kind, tried in kinds.items() if not tried]
     sizes = sorted({feed.width for of in feeds for feed in of})
     some = [str(size) for size in sizes[:_MOST]] + ([f"up to {sizes[-1]}"] * (len(sizes) > _MOST))
-    made = f"calls of other sizes: those made have {', '.join(some)} tokens; {_longest(feeds)}"
-    return [made, *([f"{', '.join(absent)}: no plan compared has such calls"] if absent else [])]
+    made = f"calls of other sizes: those made have {listed(some)} tokens; {_longest(feeds)}"
+    return [made, *([f"{listed(absent)}: no plan compared has such calls"] if absent else [])]
 
 
 def _longest(feeds: Sequence[Sequence[Feed]]) -> str:
@@ -139,6 +141,24 @@ def _rows(sequences: Sequence[Judged]) -> list[str]:
     return found
 
 
+def _caches(sequences: Sequence[Judged]) -> list[str]:
+    """Which plans' keys and values no trace holds, though the plan keeps a cache.
+
+    Of the plan whose cache is needed (`Case.cached`) the gates say it.
+    """
+    lacking = [
+        one.shown(plan)
+        for one in sequences
+        for plan, trace in (one.runs or one.exact).items()
+        if plan != one.case.cached and layers(one.case.truth) and not layers(trace)
+        if any(feed.keeps for feed in trace.meta.plan.calls())
+    ]
+    if not lacking:
+        return []
+    hold = "its trace holds none" if len(lacking) == 1 else "their traces hold none"
+    return [f"keys and values of {plans_of(lacking)}: {hold}"]
+
+
 def _repeats(sequences: Sequence[Judged]) -> str:
     every = sum(calls(one.runs or one.exact) for one in sequences)
     twice = sum(calls(_repeated(one)) for one in sequences)
@@ -161,7 +181,7 @@ def _of_probe(probe: Judged) -> Iterable[str]:
         if plan not in compared:
             yield f"plan {probe.shown(plan)}: no usable trace of it"
         elif probe.exact and plan not in probe.exact:
-            other = " and ".join(probe.exact)
+            other = listed(list(probe.exact))
             yield f"{probe.shown(plan)} in float64: {other} feeds the same tokens there"
         elif plan in probe.exact and SHARED in probe.exact[plan].meta.environment:
             yield f"the first call of {probe.shown(plan)} in float64: another plan's serves for it"

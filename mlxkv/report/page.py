@@ -50,8 +50,8 @@ _WORDS = {
     "engine that is not deterministic, the difference in the floors of cached against uncached",
     "cached against uncached": "step against full within the engine, in units of the same "
     "difference within transformers",
-    "keys, values": "rows of the step plan's cache, per layer and head, in floors: median, 95th "
-    "percentile and worst over positions",
+    "keys, values": "rows of the cache that a plan leaves, per layer and head, in floors: median, "
+    "95th percentile and worst over positions; prefixes leaves none",
 }
 
 # Where there is no truth these have another meaning, and "algebra" none.
@@ -135,11 +135,15 @@ def _lines(verdict: Verdict) -> list[str]:
     return [f"- {line}" for line in lines if line]
 
 
-def not_exercised(verdict: Verdict) -> list[str]:
-    """The section on what the comparison says nothing of; no lines where the verdict lists none."""
+def not_exercised(
+    verdict: Verdict, how: str = "What this comparison does not speak of."
+) -> list[str]:
+    """The section on what the comparison says nothing of; no lines where the verdict lists none.
+
+    `how` is said before the list.
+    """
     if not verdict.unseen:
         return []
-    how = "What this comparison does not speak of."
     return ["## Not exercised", "", how, "", *(f"- {line}" for line in verdict.unseen)]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mlxkv.judge.delta import Figures, Pair
 from mlxkv.judge.result import Control, Rows, Verdict
+from mlxkv.judge.words import plans_of
 from mlxkv.report.text import environment_rows, number, power, quoted, several
 from oracle.formats.run_folder import Manifest
 from oracle.formats.trace import Meta
@@ -72,20 +73,27 @@ def sentence(verdict: Verdict) -> str:
 def _first_wrong(verdict: Verdict) -> str:
     first = verdict.first_wrong
     if first is None:
-        return ""
-    token = f" {quoted(first.token)}" if first.token is not None else ""
+        measured = all(math.isfinite(gate.value) for gate in verdict.gates if gate.failed)
+        return "no position is wrong by itself" if measured else ""
     layer = f", layer {first.layer}" if first.layer is not None else ""
     where = f"plan {first.plan}, {first.gate}{layer}"
-    return f"first wrong position {first.position}{token} ({where})"
+    place = position(first.position, first.token, about=first.about, after=first.after)
+    return f"first wrong position {place} ({where})"
+
+
+def position(at: int, token: str | None, *, about: bool, after: int | None) -> str:
+    """A first wrong position, as exactly as it is known (`FirstWrong`)."""
+    text = f" {quoted(token)}" if token is not None else ""
+    if after is not None:
+        return f"between {after + 1} and {at}{text}"
+    return f"{'about ' if about else ''}{at}{text}"
 
 
 def _alone(verdict: Verdict) -> str:
     """Which plans are right, where some are: that tells what a wrong one does otherwise."""
     wrong = {g.plan for g in verdict.gates if g.failed}
     right = [plan for plan in verdict.plans if plan not in wrong]
-    if len(right) == 1:
-        return f"plan {right[0]} agrees"
-    return f"plans {', '.join(right)} agree" if right else ""
+    return f"{plans_of(right)} agree{'s' * (len(right) == 1)}" if right else ""
 
 
 def rows(of: Rows) -> str:

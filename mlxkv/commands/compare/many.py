@@ -49,9 +49,13 @@ class Judged:
 
     def line(self) -> str:
         """One line of JSON: the outcome, and the gate that is nearest to its limit or farthest
-        beyond; `ratio` is value over limit.
+        beyond, with its place.
+
+        `ratio` is value over limit: up to 1 the gate passes. Of a gate whose limit is 0, as that of
+        `finite`, it is the value, a number of positions. It is null where the value is no number,
+        as of keys or values that are not finite.
         """
-        worst = max(self.verdict.worst, key=lambda gate: gate.badness, default=None)
+        worst = self.verdict.nearest
         value = {
             "format": LINE,
             "name": self.name,
@@ -60,6 +64,9 @@ class Judged:
             "gate": worst and worst.name,
             "plan": worst and worst.plan,
             "ratio": worst and worst.badness,
+            "position": worst and worst.position,
+            "layer": worst and worst.layer,
+            "head": worst and worst.head,
             "took": self.took,
         }
         return json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n"

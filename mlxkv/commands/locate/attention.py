@@ -9,8 +9,9 @@ import numpy as np
 
 from mlxkv.commands.locate import masks
 from mlxkv.commands.locate.layers import Layer
-from mlxkv.commands.locate.rows import alike, factors, flat, listed, plural, scale
+from mlxkv.commands.locate.rows import alike, factors, flat, plural, scale
 from mlxkv.judge.measure import Floats
+from mlxkv.judge.words import listed
 
 
 def scores(layer: Layer, heads: Sequence[int]) -> str:

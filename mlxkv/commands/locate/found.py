@@ -41,7 +41,8 @@ class TapRow:
 class Located:
     """Where something first goes wrong.
 
-    `position` is the first wrong one of all plans, `plan` the one it was looked for in. `layers`
+    `position` is the first wrong one of all plans, known as `FirstWrong` says (`about`, `after`),
+    `plan` the one it was looked for in. `layers`
     are all layers that are wrong by themselves, of which `layer` is the first; empty where that was
     not tested, since each layer must be fed the truth's input for it. `heads` are the wrong heads,
     of which `head` is the first, None where every head is wrong. `cause` is the usual
@@ -52,6 +53,8 @@ class Located:
     outcome: Found
     plan: str | None = None
     position: int | None = None
+    about: bool = False
+    after: int | None = None
     token: str | None = None
     kind: str | None = None
     layer: int | None = None

@@ -25,6 +25,7 @@ from mlxkv.commands.locate.rows import (
     some,
 )
 from mlxkv.judge.measure import Array, Floats
+from mlxkv.judge.words import listed
 
 # A projection, its input, and its name in the checkpoint.
 _LINEAR = {
@@ -104,7 +105,7 @@ def _unrecorded(layer: Layer, tap: str, missing: Sequence[str]) -> str:
     right = [name for name in before if name not in ("keys", "values") and layer.recorded(name)]
     since = right[-1] if right else "what enters the layer"
     what = f"made between {since} and {tap}"
-    return f"{what}: {', '.join(missing)}, which would say more, {_was(missing)} not recorded"
+    return f"{what}: {listed(missing)}, which would say more, {_was(missing)} not recorded"
 
 
 def _was(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from mlxkv.commands.locate import hints
 from mlxkv.commands.locate.found import Located, TapRow
 from mlxkv.commands.locate.held import NEAR
 from mlxkv.commands.locate.layers import HEADED, WALK, Layer, count
-from mlxkv.commands.locate.outside import MEDIAN
+from mlxkv.commands.locate.outside import MEDIAN, raised
 from mlxkv.judge import floors, measure
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Floats
@@ -98,7 +98,7 @@ def _row(opened: Opened, truth: Trace, number: int, tap: str) -> TapRow | None:
         return None
     ratios = np.where(np.isnan(errors), np.inf, errors / floor)  # [heads, n]
     above = ratios > KV_WORST
-    above |= (np.median(ratios, axis=1) > MEDIAN)[:, None] & (ratios > MEDIAN)
+    above |= (np.median(ratios, axis=1) > MEDIAN)[:, None] & raised(ratios)
     first = int(np.flatnonzero(above.any(0))[0]) if above.any() else None
     heads = tuple(np.flatnonzero(above.any(1)).tolist()) if tap in HEADED else ()
     worst = float(relative.max())

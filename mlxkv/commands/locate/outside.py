@@ -17,13 +17,15 @@ from mlxkv.commands.locate import hints, patterns, turns
 from mlxkv.commands.locate.found import Located
 from mlxkv.commands.locate.held import NEAR, Held
 from mlxkv.commands.locate.layers import Layer
-from mlxkv.commands.locate.rows import flat, listed, narrower, plural, scale
+from mlxkv.commands.locate.rows import flat, narrower, plural, scale
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.layout import KINDS, Kind
 from mlxkv.judge.limits import KV_WORST
 from mlxkv.judge.measure import Bools, Floats
+from mlxkv.judge.onset import onset
 from mlxkv.judge.result import Strip, Verdict, plain
+from mlxkv.judge.words import listed
 from oracle.formats.trace import Trace
 
 MEDIAN = 4.0
@@ -87,7 +89,7 @@ def _held(case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> tuple[Held
         held = None if plan is None else caches.read(case, plan, runs.get(plan))
         if held is not None:
             return held, ""
-    named = " or ".join(str(plan) for plan in wanted) or str(first)
+    named = listed([str(plan) for plan in wanted] or [str(first)], "or")
     return None, f"no keys and values of plan {named} to read the layer from"
 
 
@@ -106,10 +108,27 @@ def first_wrong(ratios: Floats) -> tuple[int, Bools] | None:
         )
         all_wrong = medians[:, layer] > max(MEDIAN, STEP * before)  # [keys and values, K]
         rows = finite[:, layer] > np.maximum(KV_WORST, STEP * rows_before)
-        rows |= all_wrong[..., None] & (finite[:, layer] > MEDIAN)
+        rows |= all_wrong[..., None] & raised(finite[:, layer])
         if rows.any():
             return layer, rows
     return None
+
+
+def raised(ratios: Floats) -> Bools:
+    """Rows above a median's limit (..., n), from the position on at which they begin.
+
+    One before it may be above that limit too, and yet be no more than noise.
+    """
+    found = ratios > MEDIAN
+    for head in np.ndindex(ratios.shape[:-1]):
+        level, at = float(np.median(ratios[head])), np.arange(ratios.shape[-1])
+        first = onset(at, ratios[head], KV_WORST, level=level, sound=_within)
+        found[head][: first.position if first else 0] = False
+    return found
+
+
+def _within(before: Floats) -> bool:
+    return bool(np.median(before) <= MEDIAN)
 
 
 def _place(base: Located, case: Case, held: Held, number: int, wrong: Bools) -> Located:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from mlxkv.commands.locate.found import TAP, Located, TapRow
 from mlxkv.commands.locate.outside import MEDIAN
 from mlxkv.judge.limits import KV_WORST
-from mlxkv.report.text import code, columns, markdown_table, number, power, quoted
+from mlxkv.judge.words import listed
+from mlxkv.report import phrases
+from mlxkv.report.text import code, columns, markdown_table, number, power
 from oracle.formats.run_folder import Manifest
 
 HEAD = ("layer", "tap", "isolated", "propagated", "first wrong", "wrong heads")
@@ -39,7 +41,7 @@ def sentence(found: Located) -> str:
         within = number(worst)
         return f"nothing stands out: every tap within {within} of the truth (limit {TAP:g})"
     places = [
-        f"position {found.position}" if found.position is not None else None,
+        f"position {_position(found)}" if found.position is not None else None,
         f"layer {found.layer}" if found.layer is not None else None,
         found.tap,
         f"head {found.head}" if found.head is not None else None,
@@ -54,20 +56,27 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
         return []
     position = "-"
     if found.position is not None:
-        token = f" {quoted(found.token)}" if found.token is not None else ""
         kind = f": {found.kind}" if found.kind and found.tap is None and found.layer is None else ""
-        position = f"{found.position}{token}, the first wrong of {len(manifest.tokens)}{kind}"
-    heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
+        place = _position(found, found.token)
+        position = f"{place}, the first wrong of {len(manifest.tokens)}{kind}"
+    heads = "-"
+    if found.heads:
+        heads = listed(found.heads) + (" (every one)" if found.head is None else "")
     rows = [("repeats", found.changes)] if found.changes else []
     rows += [
         ("plan", found.plan or "-"),
         ("position", position),
         ("layer", _layers(found, layers)),
         ("tap", found.tap or "-"),
-        ("heads", heads if found.heads else "-"),
+        ("heads", heads),
         ("hint", found.hint or "-"),
     ]
     return rows + ([("cause", found.cause)] if found.cause else [])
+
+
+def _position(found: Located, token: str | None = None) -> str:
+    assert found.position is not None
+    return phrases.position(found.position, token, about=found.about, after=found.after)
 
 
 def console(

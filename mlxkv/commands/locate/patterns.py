@@ -11,6 +11,7 @@ from mlxkv.commands.locate.rows import plural
 from mlxkv.judge.case import CACHE, Case
 from mlxkv.judge.measure import Array, Bools, Floats
 from mlxkv.judge.result import Curve, Verdict
+from mlxkv.judge.words import listed
 from oracle.formats.plan import Plan
 from oracle.formats.trace import Trace
 
@@ -92,7 +93,7 @@ def which(rows: Bools, plan: Plan, at: Array | None = None) -> str:
         return "at every position"
     named = f"from position {wrong[0]} on"
     if len(wrong) < n - int(np.argmax(rows)):
-        shown, many = ", ".join(map(str, wrong.tolist())), f"{len(wrong)} of {n} positions"
+        shown, many = listed(wrong.tolist()), f"{len(wrong)} of {n} positions"
         named = f"at {many}, of which {wrong[0]} is the first"
         named = f"at position{plural(wrong.tolist())} {shown}" if len(wrong) <= 4 else named
     single = np.zeros(n, bool)

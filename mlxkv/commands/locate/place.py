@@ -80,6 +80,7 @@ def locate(
         return replace(base, outcome="nothing", rows=_worst(rows))
     base = _at_position(base, case, verdict)
     if isolated is not None and any(row.wrong for row in rows):
+        base = _nearer(base, case, verdict, min(row.first for row in rows if row.first is not None))
         return _in_tap(base, case, rows, isolated)
     if inside := opened and opening.look(base, case.truth, opened):
         return _within(inside, case, verdict, arithmetic or {})
@@ -98,6 +99,8 @@ def _sample(case: Case, verdict: Verdict) -> list[str]:
 
 def _within(inside: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
     """What the taps show, and beside it a pattern over calls."""
+    if wrong := [row.first for row in inside.rows if row.first is not None]:
+        inside = _nearer(inside, case, verdict, min(wrong))
     calls = patterns.by_calls(case, verdict, runs)
     hint = f"{calls}; {inside.hint}" if calls else inside.hint
     return replace(inside, hint=hint, strip=outside.strip(case, verdict, runs))
@@ -176,7 +179,20 @@ def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
     if first is None:
         return base
     at = replace(base, position=first.position, token=first.token, kind=kind(case, first))
-    return replace(at, plan=base.plan or first.plan)
+    return replace(at, plan=base.plan or first.plan, about=first.about, after=first.after)
+
+
+def _nearer(base: Located, case: Case, verdict: Verdict, row: int) -> Located:
+    """With the first wrong row of the taps, or of a cache, where that is more exact.
+
+    Every position has one, of logits only some have.
+    """
+    first = verdict.first_wrong
+    if first is None or row > first.position or not (first.about or first.after is not None):
+        return base
+    exact = replace(first, position=row, token=case.text(row), about=False, after=None)
+    at = replace(base, position=row, token=exact.token, kind=kind(case, exact))
+    return replace(at, about=False, after=None)
 
 
 def kind(case: Case, first: FirstWrong) -> str:

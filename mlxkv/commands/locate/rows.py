@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlxkv.judge.measure import Array, Floats
+from mlxkv.judge.words import listed
 
 ALIKE = 1e-3
 """Of an error: what is left of it where something explains it."""
@@ -94,9 +95,8 @@ def some(what: str, wrong: Array, count: int) -> str:
     """Which of `count` channels, outputs or rows are wrong, the first four by number."""
     if len(wrong) == count:
         return f"all {count} {what}s"
-    first = ", ".join(map(str, wrong[:4].tolist()))
-    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return f"{what}{'s' if len(wrong) > 1 else ''} {first}{more} of {count}"
+    named = wrong[:4].tolist() + ([f"{len(wrong) - 4} more"] if len(wrong) > 4 else [])
+    return f"{what}{'s' if len(wrong) > 1 else ''} {listed(named)} of {count}"
 
 
 def scale(mine: Array, its: Array, *, near: float, at: Array | None = None) -> str | None:
@@ -123,10 +123,6 @@ def _times(factor: float) -> str:
 
 def plural(of: Sequence[int]) -> str:
     return "s" if len(of) > 1 else ""
-
-
-def listed(heads: Sequence[int]) -> str:
-    return ", ".join(map(str, heads))
 
 
 def flat(array: Array) -> Floats:

@@ -23,6 +23,7 @@ from mlxkv.judge.admission import case_reasons
 from mlxkv.judge.assign import Assigned, assign
 from mlxkv.judge.case import Case
 from mlxkv.judge.result import Verdict
+from mlxkv.judge.words import listed
 from mlxkv.report import plots
 from mlxkv.report.phrases import cause
 from mlxkv.report.publish import Report
@@ -171,7 +172,7 @@ def with_taps(case: Case) -> tuple[Case, tuple[str, ...]]:
         oracle.require_torch()
         question = _question(case, wanted)
     except Refusal as refusal:
-        lacks = f"the oracle folder was made without the taps {', '.join(missing)}"
+        lacks = f"the oracle folder was made without the taps {listed(missing)}"
         return case, (f"{lacks}, and they cannot be had here: {refusal}",)
     answer = oracle.ask(question)
     if answer.manifest.plans != case.manifest.plans:
