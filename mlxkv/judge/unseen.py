@@ -85,7 +85,7 @@ def _shapes(plans: Sequence[Plan]) -> list[str]:
     absent = [kind for kind, tried in kinds.items() if not tried]
     sizes = sorted({feed.width for of in feeds for feed in of})
     some = [str(size) for size in sizes[:_MOST]] + ([f"up to {sizes[-1]}"] * (len(sizes) > _MOST))
-    made = f"calls of other sizes: those made have {listed(some)} tokens; {_longest(feeds)}"
+    made = f"calls of other sizes: those made have {', '.join(some)} tokens; {_longest(feeds)}"
     return [made, *([f"{listed(absent)}: no plan compared has such calls"] if absent else [])]
 
 

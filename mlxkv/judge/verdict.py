@@ -179,9 +179,8 @@ def _first_wrong(sequences: Sequence[Judged]) -> FirstWrong | None:
         wrong = [(g.first, g) for g in one.gates if g.failed and g.first is not None]
         if one.differs and wrong:
             first, gate = min(wrong, key=lambda w: (w[0], w[1].about, w[1].after is not None))
-            known = {"layer": gate.layer, "about": gate.about, "after": gate.after}
-            plan = one.shown(gate.plan)
-            return FirstWrong(first, one.case.text(first), plan, gate.name, **known)
+            where = one.shown(gate.plan), gate.name, gate.layer
+            return FirstWrong(first, one.case.text(first), *where, gate.about, gate.after)
     return None
 
 

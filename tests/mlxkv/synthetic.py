@@ -202,9 +202,14 @@ def _raw_floors(
 
 def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> dict[str, Trace]:
     """A correct engine's runs of the judged plans: rows for all positions, for prefixes the last
-    ones; the plan whose cache is judged has its cache.
+    ones; every other plan has its cache.
     """
-    rng, dtype, about = np.random.default_rng(seed), case.manifest.dtype, case.manifest
+    others, rng, dtype, about = (
+        np.random.default_rng(seed + 100),
+        np.random.default_rng(seed),
+        case.manifest.dtype,
+        case.manifest,
+    )
     size, runs = NOISE[dtype] if size is None else size, {}
     judged = (
         probe_plans(about.tokens)
@@ -218,8 +223,9 @@ def make_candidates(case: Case, *, seed: int = 1, size: float | None = None) -> 
             "logits": noisy(case.truth.logits[held], rng, size),
             "positions": case.truth.positions[held],
         }
-        if name == case.cached:
-            arrays |= {kv: noisy(case.truth.arrays[kv], rng, size / 8) for kv in cache_names()}
+        if name != "prefixes":
+            by = rng if name == case.cached else others
+            arrays |= {kv: noisy(case.truth.arrays[kv], by, size / 8) for kv in cache_names()}
         runs[name] = Trace(meta(plan, dtype=dtype), arrays)
     return runs
 

@@ -289,7 +289,7 @@ def test_a_correct_engine_has_no_cause_and_in_float32_sees_all(
     assert one.unseen(runs) == ()
     assert cause.find(one.case, runs, one.of(judge(one.case, runs))) == (
         "the cause was not looked for: sigma is within its limit at the first 24 positions of "
-        "plan full and step and chunked"
+        "plans full, step and chunked"
     )
 
 

@@ -161,7 +161,7 @@ def test_what_bfloat16_cannot_show_is_said_by_name_and_float32_shows_it(tmp_path
     # The probe is long enough to show it.
     longer = compare(folder, *ids, "--dtype", "bfloat16", "--out", tmp_path / "out", **env)
     assert longer.returncode == 1
-    assert "; plans full, step, prefixes, chunked, mixed agree; " in longer.stdout
+    assert "; plans full, step, prefixes, chunked and mixed agree; " in longer.stdout
     exact = compare(folder, *ids, "--out", tmp_path / "out", **env)
     assert exact.returncode == 1
     assert "looks like lost RoPE scaling (sigma " in exact.stdout

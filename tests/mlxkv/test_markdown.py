@@ -166,7 +166,7 @@ def test_what_was_found_and_its_cause_come_first_and_the_gates_last() -> None:
     )
     assert sentence(found) == (
         "differ (logits, cache): the logits of position 16 are NaN in plan step; looks like rope_theta 500000 instead of 10000 (sigma 0.98 against a truth with that mistake); "
-        'first wrong position 16 " t16" (plan step, keys worst row, layer 29); plans full, chunked, mixed agree; gates: sigma, peak, keys worst row'
+        'first wrong position 16 " t16" (plan step, keys worst row, layer 29); plans full, chunked and mixed agree; gates: sigma, peak, keys worst row'
     )
     text = console(found, MANIFEST, sides=SIDES, report="r.md")
     assert text.count("looks like") == 1
@@ -478,5 +478,5 @@ mlxkv compare --steps 20
 - **decisive flips**: positions whose highest token changed although the truth's margin is far above the noise
 - **repeat**: positions at which the same plan, followed a second time, gave other bits; of an engine that is not deterministic, the difference in the floors of cached against uncached
 - **cached against uncached**: step against full within the engine, in units of the same difference within transformers
-- **keys, values**: rows of the step plan's cache, per layer and head, in floors: median, 95th percentile and worst over positions
+- **keys, values**: rows of the cache that a plan leaves, per layer and head, in floors: median, 95th percentile and worst over positions; prefixes leaves none
 """

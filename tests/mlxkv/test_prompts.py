@@ -311,9 +311,10 @@ def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_an
             "b": replace(GOOD, against="transformers", scopes=("logits",)),
         }
     )
-    assert pages.sentence_on_all(found) == "agrees with transformers (logits)"
+    expected = "agrees with transformers (logits); of 2 prompts the worst is a"
+    assert pages.sentence_on_all(found) == expected
     assert (pages.sentence_on_all(Prompts({"a": GOOD})), found.to_json()["against"]) == (
-        "agree (algebra, logits, cache)",
+        "agree (algebra, logits, cache); of 1 prompt the worst is a",
         "transformers",
     )
 
@@ -329,12 +330,16 @@ def test_the_overview_says_the_worst_prompts_verdict() -> None:
     found = Prompts({"a": GOOD, "b": WRONG})
     side = Side("port", "mlx", ())
     page = pages.markdown(found, sides=[side, side], commands=["mlxkv compare"], svg="c.svg")
-    assert "**differ (logits): gates: sigma**" in page
+    expected = (
+        "of 2 prompts the worst is b: differ (logits): no position is wrong by itself; gates: sigma"
+    )
+    assert f"**{expected}**" in page
+    assert "What the comparison of a, the longest prompt, does not speak of." in page
     lines = [line for line in page.splitlines() if "/compare.md)" in line]
     assert [line.split("|")[1].strip() for line in lines] == ["b", "a"]
-    assert "differ (logits): gates: sigma; of 2 prompts the worst is b\n" in pages.console(
-        found, sides=(side, side), report="r"
-    )
+    shown = pages.console(found, sides=(side, side), report="r")
+    assert f"\n{expected}\n" in shown
+    assert "\na: not exercised: positions beyond 23; " in shown
 
 
 def test_a_long_sequence_leaves_the_growing_prefixes_out() -> None:

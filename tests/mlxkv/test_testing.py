@@ -97,7 +97,7 @@ def test_an_object_of_mlx_lms_convention_passes_and_fails(
     last = said.splitlines()[-1]
     assert last.startswith("OwnLlama: differ (logits, cache): first wrong position 1 (plan full, ")
     assert "; gates: sigma, " in last
-    assert "note: not compared: prefixes, chunked (no usable trace of that plan)" in said
+    assert "note: not compared: prefixes and chunked (no usable trace of those plans)" in said
 
 
 def test_what_does_not_follow_the_convention_is_refused(
@@ -168,7 +168,8 @@ def test_the_probe_is_run_unless_it_is_left_out(
     monkeypatch.setattr(own_llama.OwnLlama, "attention", late)
     last = failing(own, answer).splitlines()[-1]
     assert last.startswith("OwnLlama: differ (logits, cache): ")
-    assert f"first wrong position {len(models.SEQUENCE)} (plan probe full, " in last
+    # Of keys each position is compared, of the probe's logits only some.
+    assert f"first wrong position {len(models.SEQUENCE)} (plan probe chunked, keys " in last
     assert_agrees(own, answer, quick=True)
     assert_agrees(own, answer, plans=["full", "step"])
 

@@ -396,7 +396,7 @@ def test_an_engine_that_gives_last_rows_only_is_held_against_its_own_prefixes() 
         ("logits", "cache"),
         ("step", "prefixes"),
     )
-    assert verdict.notes == ("not compared: full, chunked (no usable trace of that plan)",)
+    assert verdict.notes == ("not compared: full and chunked (no usable trace of those plans)",)
     off = judge(
         CASE,
         runs | {"step": changed(runs["step"], "logits", on_row(3, lambda r: r + np.float32(2e-4)))},
@@ -677,6 +677,8 @@ def test_a_verdict_is_plain_json_with_finite_numbers_only() -> None:
         "plan": "step",
         "gate": "finite",
         "layer": None,
+        "about": False,
+        "after": None,
     }
     assert len(value["by_position"]["floor"]) == N
     assert [c["plan"] for c in value["by_position"]["rms"]] == [
@@ -959,7 +961,7 @@ def test_a_trace_without_mixed_is_not_exercised_and_one_that_failed_is_a_doubt()
     assert (verdict.outcome, verdict.notes) == ("agree", ())
     assert "plan mixed: no usable trace of it" in verdict.unseen
     assert (
-        "several tokens after single ones, a chunk longer than what is held, a third chunk: no "
+        "several tokens after single ones, a chunk longer than what is held and a third chunk: no "
         "plan compared has such calls" in verdict.unseen
     )
     outcomes = [StepOutcome(), StepOutcome(), StepOutcome(error="no room")]
@@ -1166,12 +1168,12 @@ FOUND: dict[str, tuple[Mapping[str, Trace], str]] = {
     ),
     "NaN in the same rows of two plans": (
         with_plans({plan: nan_at(9, 12) for plan in ("full", "chunked")}),
-        "the logits of position 9 and of 1 more are NaN in plans full, chunked",
+        "the logits of position 9 and of 1 more are NaN in plans full and chunked",
     ),
     "other rows in another plan": (
         with_plans({"full": nan_at(2, 3, 4), "step": nan_at(9, 12), "prefixes": nan_at(-1)}),
         "the logits of position 2 and of 2 more are NaN in plan full, and others are not finite in "
-        "plans step, prefixes",
+        "plans step and prefixes",
     ),
     "a NaN and an infinity": (
         with_step(lambda t: changed(nan_at(9)(t), "logits", put((4, 3), np.inf))),

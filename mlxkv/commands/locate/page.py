@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from mlxkv.commands.locate.found import TAP, Located, TapRow
 from mlxkv.commands.locate.outside import MEDIAN
 from mlxkv.judge.limits import KV_WORST
-from mlxkv.judge.words import listed
 from mlxkv.report import phrases
 from mlxkv.report.text import code, columns, markdown_table, number, power
 from oracle.formats.run_folder import Manifest
@@ -61,7 +60,7 @@ def facts(found: Located, manifest: Manifest, *, layers: int) -> list[tuple[str,
         position = f"{place}, the first wrong of {len(manifest.tokens)}{kind}"
     heads = "-"
     if found.heads:
-        heads = listed(found.heads) + (" (every one)" if found.head is None else "")
+        heads = ", ".join(map(str, found.heads)) + (" (every one)" if found.head is None else "")
     rows = [("repeats", found.changes)] if found.changes else []
     rows += [
         ("plan", found.plan or "-"),
