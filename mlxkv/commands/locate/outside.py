@@ -21,7 +21,7 @@ from mlxkv.commands.locate.rows import flat, narrower, plural, scale
 from mlxkv.judge import measure
 from mlxkv.judge.case import ORDER, Case
 from mlxkv.judge.layout import KINDS, Kind
-from mlxkv.judge.limits import KV_WORST
+from mlxkv.judge.limits import KV_MOST, KV_WORST
 from mlxkv.judge.measure import Bools, Floats
 from mlxkv.judge.onset import onset
 from mlxkv.judge.result import Strip, Verdict, plain
@@ -102,11 +102,13 @@ def first_wrong(ratios: Floats) -> tuple[int, Bools] | None:
     # A single row that is not a number must not take its layer's median with it.
     finite = np.where(np.isnan(ratios), np.inf, ratios)
     medians = np.median(finite, axis=-1)  # [keys and values, layers, K]
+    most = np.percentile(finite, 95, axis=-1, method="lower")  # the same
     for layer in range(ratios.shape[1]):
-        before, rows_before = (
-            (medians[:, layer - 1].max(), finite[:, layer - 1].max((0, 1))) if layer else (0.0, 0.0)
+        before, most_before, rows_before = (
+            (of[:, layer - 1].max((0, 1)) if layer else 0.0) for of in (medians, most, finite)
         )
         all_wrong = medians[:, layer] > max(MEDIAN, STEP * before)  # [keys and values, K]
+        all_wrong |= most[:, layer] > max(KV_MOST, STEP * most_before)
         rows = finite[:, layer] > np.maximum(KV_WORST, STEP * rows_before)
         rows |= all_wrong[..., None] & raised(finite[:, layer])
         if rows.any():
@@ -121,14 +123,16 @@ def raised(ratios: Floats) -> Bools:
     """
     found = ratios > MEDIAN
     for head in np.ndindex(ratios.shape[:-1]):
-        level, at = float(np.median(ratios[head])), np.arange(ratios.shape[-1])
+        median, at = float(np.median(ratios[head])), np.arange(ratios.shape[-1])
+        level = median if median > MEDIAN else np.inf
         first = onset(at, ratios[head], KV_WORST, level=level, sound=_within)
         found[head][: first.position if first else 0] = False
     return found
 
 
 def _within(before: Floats) -> bool:
-    return bool(np.median(before) <= MEDIAN)
+    most = np.percentile(before, 95, method="lower")
+    return bool(np.median(before) <= MEDIAN and most <= KV_MOST)
 
 
 def _place(base: Located, case: Case, held: Held, number: int, wrong: Bools) -> Located:
