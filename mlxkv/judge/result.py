@@ -286,11 +286,15 @@ class Verdict:
     def nearest(self) -> Gate | None:
         """The gate that is nearest to its limit, or farthest beyond.
 
-        Where numbers are not finite that is the gate that says so: what others make of them is no
-        number either.
+        Where logits are not finite that is the gate that says so: what others make of them is no
+        number either. Of keys and values it is the one that has their place.
         """
         infinite = [gate for gate in self.worst if gate.failed and gate.name == GateName.FINITE]
-        return max(infinite or self.worst, key=lambda gate: gate.badness, default=None)
+
+        def off(gate: Gate) -> tuple[float, bool]:
+            return gate.badness, gate.position is not None
+
+        return max(infinite or self.worst, key=off, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """`mlxkv-verdict/1`: plain values; numbers that are not finite are null.

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import command
+import numpy as np
 import pytest
 from synthetic import PROMPT, make_algebra, make_candidates, make_case
 
 from mlxkv.cli import cli
 from mlxkv.commands.compare import overview as pages
 from mlxkv.commands.compare import prompts
+from mlxkv.commands.compare.many import Judged
 from mlxkv.commands.compare.prompts import Prompt
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict
@@ -317,6 +319,27 @@ def test_where_there_is_no_truth_all_prompts_together_agree_with_transformers_an
         "agree (algebra, logits, cache); of 1 prompt the worst is a",
         "transformers",
     )
+
+
+def test_a_line_of_json_names_the_gate_its_place_and_its_ratio() -> None:
+    def line(verdict: Verdict) -> list[object]:
+        one = Judged("a", verdict, {}, (), "tiny", {}, {})
+        names = ("outcome", "gate", "plan", "position", "layer", "head", "ratio")
+        return [json.loads(one.line())[name] for name in names]
+
+    runs = make_candidates(CASE)
+
+    def lost(name: str, index: tuple[int, ...]) -> Verdict:
+        arrays = dict(runs["mixed"].arrays) | {name: runs["mixed"].arrays[name].copy()}
+        arrays[name][index] = np.nan
+        return judge(CASE, runs | {"mixed": replace(runs["mixed"], arrays=arrays)})
+
+    assert line(lost("logits", (7, 3))) == ["differ", "finite", "mixed", 7, None, None, 1.0]
+    place = ["differ", "keys worst row", "mixed", 11, 1, 0, None]
+    assert line(lost("kv/a/001/keys", (0, 11, 2))) == place
+    outcome, *_, ratio = line(GOOD)
+    assert isinstance(ratio, float)
+    assert (outcome, 0 < ratio < 1) == ("agree", True)
 
 
 def test_scopes_are_those_that_every_prompt_covers() -> None:

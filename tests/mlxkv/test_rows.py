@@ -94,6 +94,18 @@ def test_rows_that_a_trace_lacks_are_not_counted_as_compared() -> None:
     assert verdict.rows.compared == N - PROMPT + 1 < verdict.rows.kept
 
 
+def test_rows_that_the_folder_does_not_keep_are_not_counted_as_compared() -> None:
+    case = synthetic()
+    run, kept = make_candidates(case)["full"], case.truth.positions
+    logits = np.zeros((N, VOCAB), np.float32)
+    logits[kept] = run.logits
+    every = {"logits": logits, "positions": np.arange(N, dtype=np.int32)}
+    verdict = judge(case, {"full": replace(run, arrays=dict(run.arrays) | every)})
+
+    assert verdict.outcome == "agree"
+    assert verdict.rows.compared == verdict.rows.kept == len(kept) < N
+
+
 def test_of_a_short_sequence_and_of_all_rows_nothing_is_said() -> None:
     case = make_case()
     verdict = judge(case, make_candidates(case), probe=make_probe())

@@ -253,6 +253,19 @@ def test_every_gate_that_meets_a_nan_has_its_place() -> None:
     ] * 3
 
 
+def test_where_numbers_are_not_finite_the_gate_that_says_so_is_named_with_its_place() -> None:
+    logits, cache = judge(CASE, FAULTS["a NaN"][0]), judge(CASE, FAULTS["a NaN in the cache"][0])
+    finite, values = logits.nearest, cache.nearest
+    assert finite is not None
+    assert values is not None
+    assert (finite.name, finite.plan, finite.position, finite.badness) == ("finite", "step", 7, 1.0)
+    assert (values.name, values.position) == ("values worst row", 7)
+    assert (values.layer, values.head, values.badness) == (1, 1, math.inf)
+    right = judge(CASE, RUNS).nearest
+    assert right is not None
+    assert 0 < right.badness < 1
+
+
 def test_the_place_in_the_cache_has_its_layer_and_head() -> None:
     runs = with_step(lambda t: changed(t, "kv/a/001/keys", stale(10)))
     found = gate(judge(CASE, runs), "keys worst row")
