@@ -37,6 +37,9 @@ _WORDS = {
     "end",
     "probe": "a sequence of up to 300 ids that span the vocabulary, judged beside the prompt's own "
     "in the plans full and chunked, at a sample of its positions",
+    "first wrong position": "the first that is beyond the limit of a single row; *about*: only "
+    "several rows from there on are together, beyond that of their median; *between*: those before "
+    "it were not compared",
     "noise floor": "how far transformers itself, in up to six orders of evaluation, is from the "
     "float64 truth at a position",
     "algebra": "the engine in float64 against the truth, where there is no noise",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mlxkv.commands.locate.found import Located
 from mlxkv.judge.result import GateName, Verdict
+from mlxkv.judge.words import listed
 
 if TYPE_CHECKING:
     from mlxkv.commands.selftest.faults import Fault, Place
@@ -68,7 +69,7 @@ def faulty_run(fault: Fault, place: Place, verdict: Verdict, found: Located) -> 
     if taps and found.layer != layer:
         why.append(f"layer {found.layer}, expected {layer}")
     if taps and found.tap not in taps:
-        why.append(f"tap {found.tap}, expected {' or '.join(taps)}")
+        why.append(f"tap {found.tap}, expected {listed(taps, 'or')}")
     return _trial(fault.name, verdict, found, why)
 
 
