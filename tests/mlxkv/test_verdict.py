@@ -452,6 +452,10 @@ def test_where_nothing_is_decoded_the_cache_is_not_compared_with_itself() -> Non
             {"matmul": 1e-16, "exp": 3e-8},
             "cannot tell: float64 probe exp is 3e-08 off numpy, limit 1e-14",
         ),
+        (
+            {"matmul": math.nan, "tanh": 1e-16},
+            "cannot tell: float64 probe matmul is nan off numpy, limit 1e-14",
+        ),
         ({}, "not run: no float64 probes in trace"),
     ],
 )
