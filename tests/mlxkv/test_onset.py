@@ -69,6 +69,8 @@ def test_a_row_above_the_median_s_limit_alone_is_no_beginning() -> None:
     ratios = noise(N)
     ratios[70], ratios[140:] = 7.0, 1e3
     assert begin(ratios) == Onset(140)
+    ratios[139] = 7.0  # one alone is no evidence, even beside the fault
+    assert begin(ratios) == Onset(140)
 
 
 def test_one_wrong_row_is_the_first() -> None:
@@ -93,6 +95,7 @@ def test_rows_between_two_that_were_compared_may_be_the_first() -> None:
     at, ratios = np.array([0, 1, 2, 64, 128]), np.array([1.0, 1.0, 1.0, 99.0, 99.0])
     assert onset(at, ratios, LIMIT) == Onset(64, after=2)
     assert onset(at[3:], ratios[3:], LIMIT) == Onset(64, after=-1)
+    assert onset(np.array([0, 2]), ratios[2:4], LIMIT) == Onset(2, after=0)
     assert onset(at[:4], ratios[:4] / 5, LIMIT) is None
 
 
@@ -265,6 +268,31 @@ def test_a_plan_whose_trace_holds_no_cache_is_listed_as_not_exercised() -> None:
     assert listed("full", "chunked", "mixed") == [
         "keys and values of plans full, chunked and mixed: their traces hold none"
     ]
+
+
+def test_a_trace_of_two_plans_has_its_cache_compared_once() -> None:
+    case = make_case(n=24, prompt=24)  # nothing is decoded
+    runs = make_candidates(case)
+    verdict = judge(case, runs | {"full": runs["step"]})
+    plans = [gate.plan for gate in verdict.gates if gate.name == "keys median"]
+    assert (verdict.outcome, plans) == ("agree", ["step", "chunked", "mixed"])
+
+
+def test_rows_that_the_folder_does_not_keep_have_no_part_in_a_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows, "WHOLE", 100)
+    case = make_case(n=N, prompt=PROMPT)
+    kept, run = case.truth.positions, make_candidates(case)["full"]
+    logits = np.zeros((N, run.logits.shape[1]), np.float32)
+    logits[kept] = run.logits
+    every = {"logits": logits, "positions": np.arange(N, dtype=np.int32)}
+    meta = replace(run.meta, environment=dict(run.meta.environment) | {"deterministic": False})
+    first = replace(run, arrays=dict(run.arrays) | every, meta=meta)
+    again = replace(first, meta=replace(meta, repeat=1))
+    verdict = judge(case, {"full": first}, repeats={"full": again})
+    (gate,) = (gate for gate in verdict.gates if gate.name == "repeat")
+    assert (verdict.outcome, gate.value, gate.limit) == ("agree", 0.0, 8.0)
 
 
 def test_a_cache_of_another_shape_leaves_the_verdict_open() -> None:

@@ -466,6 +466,7 @@ def test_float64_operations_that_are_not_float64_take_the_algebra_away(
     verdict = judge(CASE, RUNS, algebra=algebra)
     assert (verdict.outcome, verdict.scopes) == ("agree", ("logits", "cache"))
     assert gate(verdict, "algebra (float64)").reason == reason
+    assert not any(one.name == "algebra, cache" for one in verdict.gates)
 
 
 def proofs(**values: Any) -> Case:
