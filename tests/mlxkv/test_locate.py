@@ -647,7 +647,7 @@ FAULTS = {
         (2,),
         "attention",
         (0, 1, 2, 3),
-        "attention with right scores: every row is 1.5 times the truth's in heads 0, 1, 2, 3",
+        "attention with right scores: every row is 1.5 times the truth's in heads 0, 1, 2 and 3",
     ),
     "one row of the embedding": Fault(
         embedding,
