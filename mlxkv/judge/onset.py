@@ -18,9 +18,12 @@ import numpy as np
 from mlxkv.judge.measure import Array, Bools, Floats
 
 _EVIDENCE = 2.0
-"""In nats, of all rows before the first certain one. Of 2,000 random sequences of correct rows as
-noisy as a cache's (lognormal, 0.4), followed by wrong ones, none was taken to begin too early; at
-steps of 6 to 40 floors in the error, 99 % of the beginnings are right to 2 positions."""
+"""In nats, of all rows before the first certain one.
+
+Of 12,000 drawn sequences (24 to 1,100 rows of one head or the largest of 12, noise lognormal with
+0.4, wrong by a factor of 10 to 1,000 from one of five places on) the position named is right to 2
+in 98 % or more of each kind. Wrong by 6, where no gate fails or hardly one does, it is so in half.
+"""
 
 
 @dataclass(frozen=True, slots=True)
