@@ -80,8 +80,7 @@ def locate(
         return replace(base, outcome="nothing", rows=_worst(rows))
     base = _at_position(base, case, verdict)
     if isolated is not None and any(row.wrong for row in rows):
-        base = _nearer(base, case, verdict, min(row.first for row in rows if row.first is not None))
-        return _in_tap(base, case, rows, isolated)
+        return _in_tap(_nearer(base, case, verdict, rows), case, rows, isolated)
     if inside := opened and opening.look(base, case.truth, opened):
         return _within(inside, case, verdict, arithmetic or {})
     return _without_taps(base, case, verdict, arithmetic or {}, rows)
@@ -99,8 +98,7 @@ def _sample(case: Case, verdict: Verdict) -> list[str]:
 
 def _within(inside: Located, case: Case, verdict: Verdict, runs: Mapping[str, Trace]) -> Located:
     """What the taps show, and beside it a pattern over calls."""
-    if wrong := [row.first for row in inside.rows if row.first is not None]:
-        inside = _nearer(inside, case, verdict, min(wrong))
+    inside = _nearer(inside, case, verdict, inside.rows)
     calls = patterns.by_calls(case, verdict, runs)
     hint = f"{calls}; {inside.hint}" if calls else inside.hint
     return replace(inside, hint=hint, strip=outside.strip(case, verdict, runs))
@@ -182,13 +180,16 @@ def _at_position(base: Located, case: Case, verdict: Verdict) -> Located:
     return replace(at, plan=base.plan or first.plan, about=first.about, after=first.after)
 
 
-def _nearer(base: Located, case: Case, verdict: Verdict, row: int) -> Located:
-    """With the first wrong row of the taps, or of a cache, where that is more exact.
+def _nearer(base: Located, case: Case, verdict: Verdict, rows: Sequence[TapRow]) -> Located:
+    """With the first wrong position of the taps, where that is more exact.
 
-    Every position has one, of logits only some have.
+    They have every position, and logits only some.
     """
-    first = verdict.first_wrong
-    if first is None or row > first.position or not (first.about or first.after is not None):
+    first, wrong = verdict.first_wrong, [row.first for row in rows if row.first is not None]
+    if first is None or not wrong or not (first.about or first.after is not None):
+        return base
+    row = min(wrong)
+    if row > first.position:
         return base
     exact = replace(first, position=row, token=case.text(row), about=False, after=None)
     at = replace(base, position=row, token=exact.token, kind=kind(case, exact))
