@@ -134,7 +134,9 @@ def stale(layout: Stored, *, head: int = 0, position: int = 9) -> Stored:
 
 
 def gates(verdict: Verdict, kind: str) -> list[tuple[bool, bool, str | None]]:
-    return [(g.ran, g.failed, g.reason) for g in verdict.gates if g.name.startswith(kind)]
+    """Of the plan whose cache is laid out in another way, on the sequence itself."""
+    of = [g for g in verdict.gates if g.plan == "step" and g.name.startswith(kind)]
+    return [(g.ran, g.failed, g.reason) for g in of]
 
 
 def said(verdict: Verdict) -> list[str]:
