@@ -173,7 +173,7 @@ def test_every_layout_is_named_and_judged_and_a_changed_row_in_it_is_seen(
     verdict = judge(case, stored(case, **{kind: wrong}))
     assert (verdict.outcome, said(verdict)) == ("differ", [note]), name
     assert {g.name for g in verdict.gates if g.failed} <= {f"{kind} worst row", f"{kind} 95%"}
-    (worst,) = [g for g in verdict.gates if g.name == f"{kind} worst row"]
+    (worst,) = [g for g in verdict.gates if (g.plan, g.name) == ("step", f"{kind} worst row")]
     assert (worst.position, worst.layer is not None) == (9, True)
 
 

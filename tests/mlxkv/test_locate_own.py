@@ -367,7 +367,8 @@ def test_a_tap_whose_source_was_not_handed_out_is_not_explained_beyond_it(
     assert (found.layer, found.tap) == (0, "hidden")
     assert found.hint is not None
     assert found.hint.startswith(
-        "made between input_norm and hidden: o_proj and down, which would say more, were not recorded"
+        "made between input_norm and hidden: o_proj and down, which would say more, were not "
+        "recorded"
     )
 
 
