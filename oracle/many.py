@@ -23,20 +23,27 @@ _LEAST_CONVERTED = 10**9  # bytes: smaller ones are converted in memory (`oracle
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> Iterator[Path]:
-    """Answers the questions of a file; each folder's path as soon as it is there."""
+def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> Iterator[str]:
+    """Answers the questions of a file; each folder's path as soon as it is there, and in the end of
+    those that were refused why, as `questions.refusal` says it.
+    """
     given = questions.read(path)
     asked = _questions(given, progress=progress, note=note)
     expected = _estimate(asked)
     note(_line(asked, expected))
-    begun, ends = time.perf_counter(), list[float]()
+    begun, ends, refused = time.perf_counter(), list[float](), dict[Path, Refusal]()
 
     def counted(what: str, part: int, whole: int) -> None:
         progress(what + _left(ends, len(asked)), part, whole)
 
-    for out in folder.many(asked, force=True, progress=counted, note=note):
-        ends.append(time.perf_counter())
-        yield out
+    made = folder.many(asked, force=True, refused=refused, progress=counted, note=note)
+    try:
+        for out in made:
+            ends.append(time.perf_counter())
+            yield str(out)
+    except Refusal:
+        yield from (questions.refusal(out, error) for out, error in refused.items())
+        raise
     plain = IMPORTS + sum(one.seconds() for one in asked.values())
     measured.remember(_key(asked), plain, time.perf_counter() - begun)
 

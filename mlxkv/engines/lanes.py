@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished, Process
 from mlxkv.engines.progress import about, say
 from oracle.formats import run_folder, strict_json
+from oracle.formats.errors import Refusal
 from oracle.model import measured
 from oracle.model.cache_folder import cache_dir, in_use
 from oracle.model.checkpoint import Checkpoint
@@ -175,7 +176,7 @@ def follow(lanes: Mapping[str, Lane], run: Room) -> dict[str, Finished | None]:
                 for i, (name, lane) in enumerate(group.items())
             }
             for name, lane in group.items():
-                took[name] = made = lane.job.end(running[name])
+                took[name] = made = _end(lane, running[name])
                 run.finish(digests[name], lane.job.out)
                 _remember(lane, made)
     return took
@@ -183,6 +184,21 @@ def follow(lanes: Mapping[str, Lane], run: Room) -> dict[str, Finished | None]:
 
 def _begun(lane: Lane, *, aside: bool) -> Process:
     return lane.job.begin(lane.module, aside=aside)
+
+
+def _end(lane: Lane, running: Process) -> Finished:
+    """Waits for a lane's end. Of several sequences one in which its process dies is left out, and
+    another process follows the rest.
+    """
+    try:
+        return lane.job.end(running)
+    except Refusal as died:
+        left = lane.job.after(died)
+        if left is None:
+            raise
+        say(f"{running.name}: {died.what}; the other prompts are followed in a new process")
+    with left.begin(lane.module) as again:
+        return _end(replace(lane, job=left), again)
 
 
 def _remember(lane: Lane, made: Finished) -> None:

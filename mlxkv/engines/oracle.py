@@ -98,33 +98,36 @@ def ask_both(
 ) -> tuple[Answer, Answer | None]:
     """The folders for a question and for the model's probe; None for a probe that cannot be had."""
     (found,), probed = ask_all([question], probe, fresh=fresh)
+    if isinstance(found, str):
+        raise AlreadySaid
     return found, probed
 
 
 def ask_all(
     asked: Sequence[Question], probe: Question | None, *, fresh: bool = False
-) -> tuple[list[Answer], Answer | None]:
+) -> tuple[list[Answer | str], Answer | None]:
     """The folders for questions about one model, and for its probe; None for one that cannot be
-    had.
+    had, and for a question that the oracle refused why it did.
 
     One process makes those that are not kept, each whole as it is finished: what is there when it
     is interrupted is kept. What it took stands with each that it made.
     """
     require_torch()
     wanted = {one.digest: one for one in asked}
-    answers = dict[str, Answer]()
+    answers = dict[str, Answer | str]()
     if probe is not None:  # with the first ones, and locked last
         wanted = {(its := probe.digest): probe} | {k: v for k, v in wanted.items() if k != its}
     for first in range(0, len(wanted), _AT_ONCE):
         some = dict(list(wanted.items())[first : first + _AT_ONCE])
         answers |= _answers(some, fresh=fresh)
     found = [answers[one.digest] for one in asked]
-    return found, None if probe is None else answers.get(probe.digest)
+    probed = None if probe is None else answers.get(probe.digest)
+    return found, probed if isinstance(probed, Answer) else None
 
 
-def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer]:
+def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer | str]:
     """Answers by their digests, each locked while it is looked for and made."""
-    answers, missing = dict[str, Answer](), dict[str, _Place]()
+    answers, missing = dict[str, Answer | str](), dict[str, _Place]()
     # Everybody takes locks in one order, so that no two wait for one another. A probe comes last:
     # whoever waits for one holds nothing that its maker asks for.
     in_order = sorted(wanted, key=lambda digest: (wanted[digest].probe, digest))
@@ -244,24 +247,28 @@ def _locked(digest: str) -> Iterator[None]:
         yield
 
 
-def _made(places: Sequence[_Place]) -> dict[str, Answer]:
-    """Answers by their questions' digests, made by one process.
+def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
+    """Answers by their questions' digests, made by one process; or why it refused one of several.
 
     A probe that the oracle cannot measure is not among them; why not, the oracle has said.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        questions.write(Path(file.name), _file({one.folder: one.question for one in places}))
+    folders, finished, refused = {one.folder: one.question for one in places}, None, {}
+    with process.scratch() as room:
+        file, printed = room / "questions.json", room / "made.txt"
+        questions.write(file, _file(folders))
         try:
-            finished = process.start(["oracle", "many", file.name])
+            finished = process.start(["oracle", "many", str(file)], stdout=printed)
         except AlreadySaid:
-            if any(not one.question.probe for one in places):
+            refused = questions.read_refusals(printed, folders)
+            if not refused and any(not one.question.probe for one in places):
                 raise
-            return {}
-    return {
-        one.digest: one.answer(finished)
-        for one in places
-        if not one.question.probe or one.kept() is not None
-    }
+    found = dict[str, Answer | str]()
+    for one in places:
+        if one.folder in refused:
+            found[one.digest] = refused[one.folder]
+        elif not one.question.probe or one.kept() is not None:
+            found[one.digest] = one.answer(finished)
+    return found
 
 
 @contextmanager

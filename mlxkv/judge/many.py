@@ -36,8 +36,8 @@ class Prompts:
 
     @property
     def longest(self) -> Verdict:
-        """That of the longest sequence: what it does not exercise, few of the others do."""
-        return max(self.verdicts.values(), key=lambda v: len(v.subject.tokens))
+        """That of the longest sequence judged: what it does not exercise, few of the others do."""
+        return max(self.verdicts.values(), key=lambda v: (bool(v.gates), len(v.subject.tokens)))
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
