@@ -28,7 +28,7 @@ from mlxkv.engines.progress import about, say
 from oracle.formats import run_folder, strict_json
 from oracle.formats.errors import Refusal
 from oracle.model import measured
-from oracle.model.cache_folder import cache_dir, in_use
+from oracle.model.cache_folder import cache_dir, part
 from oracle.model.checkpoint import Checkpoint
 
 _OURS = Path(__file__).parents[1]  # this package
@@ -101,7 +101,7 @@ class Room:
         if not kept.exists():
             return False
         try:
-            (in_use("lanes") / digest).rename(place)
+            kept.rename(place)
         except OSError:
             return False
         self.done[digest] = place
@@ -120,7 +120,7 @@ class Room:
 
     def keep(self, *, fresh: bool) -> None:
         """Moves what is finished to where the next run looks; if `fresh`, what this run made."""
-        kept = in_use("lanes")
+        kept = part("lanes")
         for digest, place in self.done.items():
             if fresh and digest in self.taken:
                 continue  # it may be what the run failed by

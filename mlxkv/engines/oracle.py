@@ -22,7 +22,7 @@ from oracle.formats import disk, questions, run_folder, stored, text
 from oracle.formats.errors import AlreadySaid, Refusal, install
 from oracle.formats.questions import Estimate
 from oracle.formats.run_folder import Inputs
-from oracle.model.cache_folder import cache_dir, in_use
+from oracle.model.cache_folder import cache_dir, hold, part
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 
 _AT_ONCE = 128
@@ -135,6 +135,7 @@ def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer
         for digest in in_order:
             with ExitStack() as lock:
                 place = lock.enter_context(_alone(wanted[digest], digest))
+                hold(place.folder)
                 found = None if fresh else place.kept()
                 if found is not None:
                     answers[digest] = found
@@ -230,7 +231,7 @@ def _alone(question: Question, digest: str) -> Iterator[_Place]:
 
 
 def _place(question: Question, digest: str) -> _Place:
-    return _Place(question, in_use("oracle") / digest[:32], digest)
+    return _Place(question, part("oracle") / digest[:32], digest)
 
 
 @contextmanager
@@ -266,7 +267,9 @@ def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
     for one in places:
         if one.folder in refused:
             found[one.digest] = refused[one.folder]
-        elif not one.question.probe or one.kept() is not None:
+            continue
+        hold(one.folder)
+        if not one.question.probe or one.kept() is not None:
             found[one.digest] = one.answer(finished)
     return found
 
@@ -283,7 +286,7 @@ def text_folder(
     """
     require_torch()
     digest = text.inputs(checkpoint.fingerprint, checkpoint.config_digest, tokens)
-    folder = in_use("texts") / digest[:32]
+    folder = part("texts") / digest[:32]
     with ExitStack() as stack:
         with _locked(digest):
             if fresh or not _has(folder, specs):
@@ -322,7 +325,9 @@ def _has(folder: Path, specs: Sequence[str]) -> bool:
 
 def suspects_folder(manifest: run_folder.Manifest, plan: str) -> Path:
     """Where the usual suspects of a run folder are kept, with those of `plan`'s calls."""
-    return in_use("suspects") / run_folder.suspects_digest(manifest, plan)[:32]
+    folder = part("suspects") / run_folder.suspects_digest(manifest, plan)[:32]
+    hold(folder)
+    return folder
 
 
 def make_suspects(
@@ -334,7 +339,9 @@ def make_suspects(
     `checkpoint` is what the folder was made with.
     """
     source = [checkpoint.source, *_revision(checkpoint), "--plan", plan]
-    return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
+    took = process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
+    hold(out)
+    return took
 
 
 def require_torch(*, otherwise: str = "") -> None:

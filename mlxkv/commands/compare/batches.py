@@ -29,8 +29,10 @@ MOST = 2 * 10**9
 """Bytes of traces of a batch. Of the default model 25 prompts of 24 tokens leave as many, and the
 engine's start, which each batch costs once, takes 2 s of about a minute."""
 
-FILES = 24
-"""Files that a sequence may hold open, its traces and its oracle folder: 38 prompts held 616."""
+FILES = 25
+"""Files that a sequence may hold open: its traces and its oracle folder, of which 38 prompts held
+616, and the handle that keeps the folder.
+"""
 
 _FILE = "judged.msgpack"
 T = TypeVar("T")
