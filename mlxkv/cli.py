@@ -53,10 +53,12 @@ def _report(what: str) -> Option:
     def apply(function: Callable[..., Callable[..., Report]]) -> Callable[..., Any]:
         @wraps(function)
         def command(out: Path, as_json: bool, **options: Any) -> None:
+            from mlxkv.engines import stays
             from mlxkv.report.publish import publish
 
-            make = function(**options)
-            report = publish(out, partial(make, out=out, command=_command_line()))
+            with stays.told():
+                make = function(**options)
+                report = publish(out, partial(make, out=out, command=_command_line()))
             _print(report.json if as_json else report.text)
             sys.exit(report.exit_code)
 
@@ -138,7 +140,7 @@ _models = options(
 def cli() -> None:
     """Is my KV cache right, is my port right, and if not, where does it first go wrong?
 
-    Exit codes: 0 agree, 1 differ, 2 could not tell, 130 interrupted.
+    Exit codes: 0 agree, 1 differ, 2 could not tell, 130 interrupted, 143 terminated.
     """
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlxkv.engines import estimate, kinds, machine, process
+from mlxkv.engines import estimate, kinds, machine, process, stays
 from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished, Process
 from mlxkv.engines.progress import about, say
@@ -92,6 +92,7 @@ class Room:
     folder: Path
     done: dict[str, Path] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    judged: dict[str, int] = field(default_factory=dict)
 
     def resumed(self, digest: str | None, place: Path) -> bool:
         """Whether what a run that broke off had finished under this digest now lies at `place`."""
@@ -108,10 +109,12 @@ class Room:
         self.taken.add(digest)
         return True
 
-    def finish(self, digest: str | None, place: Path) -> None:
-        """What lies at `place` is whole."""
+    def finish(self, digest: str | None, place: Path, *, judged: int = 0) -> None:
+        """What lies at `place` is whole: a lane, or what was made of so many prompts."""
         if digest is not None:
             self.done[digest] = place
+            if judged:
+                self.judged[digest] = judged
 
     def drop(self, lane: Lane) -> None:
         """Removes a lane's traces, which are not needed any longer."""
@@ -128,7 +131,9 @@ class Room:
                 shutil.rmtree(kept / digest, ignore_errors=True)
                 place.rename(kept / digest)
                 os.utime(kept / digest)
-        if self.done:
+                stays.add(stays.RUNS, 0 if digest in self.judged else 1)
+                stays.add(stays.PROMPTS, self.judged.get(digest, 0))
+        if self.done and fresh:  # else the line on the interrupt says it
             say("what was finished is kept for the next run; `mlxkv store list` shows it")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlxkv.engines import machine, process
+from mlxkv.engines import machine, process, stays
 from mlxkv.engines.progress import say
 from oracle.formats import disk, questions, run_folder, stored, text
 from oracle.formats.errors import AlreadySaid, Refusal, install
@@ -139,6 +139,7 @@ def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer
                 found = None if fresh else place.kept()
                 if found is not None:
                     answers[digest] = found
+                    stays.add(stays.ANSWERS, 1)
                     continue
                 locks.enter_context(lock.pop_all())
                 missing[digest] = place
@@ -263,6 +264,8 @@ def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
             refused = questions.read_refusals(printed, folders)
             if not refused and any(not one.question.probe for one in places):
                 raise
+        finally:
+            stays.add(stays.ANSWERS, sum(folder.exists() for folder in folders))
     found = dict[str, Answer | str]()
     for one in places:
         if one.folder in refused:

@@ -83,6 +83,8 @@ def batches(
             digest = some.digest(longest, *about)
             place = room.folder / f"judged{some.part}"
             made: list[Any] = _read(place, kind) if room.resumed(digest, place) else []
+            if made:
+                room.finish(digest, place, judged=len(made))
             yield from made
             if not made:
                 asked = Answers(tuple(of for _, of in some.sequences), answers.probe)
@@ -95,7 +97,7 @@ def batches(
                         yield made[-1]
                 if not any(isinstance(one, Untold) for one in made):
                     _write(place, made)
-                    room.finish(digest, place)
+                    room.finish(digest, place, judged=len(made))
             for lane in some.lanes.values():
                 room.drop(lane)
 
