@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator

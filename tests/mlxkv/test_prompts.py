@@ -382,7 +382,8 @@ def test_a_prompt_that_the_engine_cannot_follow_leaves_the_others_their_verdicts
     """One at which its code raises, and one at which its process dies."""
     text, call = Path(own_llama.__file__).read_text(), "    def __call__(self, tokens, cache):\n"
     assert text.count(call) == 1
-    broken = "        ids = tokens.tolist()[0]\n        if 33 in ids:\n            raise ValueError(33)\n"
+    broken = "        ids = tokens.tolist()[0]\n"
+    broken += "        if 33 in ids:\n            raise ValueError(33)\n"
     broken += "        if 34 in ids:\n            os._exit(7)\n"
     (tmp_path / "mine.py").write_text("import os\n" + text.replace(call, call + broken))
     lines = (
