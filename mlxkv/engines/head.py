@@ -15,12 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-WHOLE = 2**24
-"""Logits of a call up to which all rows are computed: 64 MB in float32."""
-LEAST = 256
-"""Rows that the head is given at least. A BLAS adds up in another order where a matrix has few
-rows; with so many the rows had the bits that they have among thousands (BLIS, OpenBLAS, MLX's own).
-That is looked at in each process, see `_same_bits`."""
+from mlxkv.engines.estimate import LEAST, WHOLE
 
 
 class Head:

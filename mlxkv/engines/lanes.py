@@ -33,6 +33,7 @@ from oracle.model.checkpoint import Checkpoint
 
 _OURS = Path(__file__).parents[1]  # this package
 _READ = ("MLX_", "MLXKV_BLAS", "OMP_", "OPENBLAS_", "BLIS_", "MKL_")  # by MLX or a BLAS
+_ROWS: dict[str, estimate.Rows] = {process.OWN: "all", process.MLX_LM: "some"}
 KEPT_DAYS = 7
 """Days after which what a broken-off run left is removed: nobody resumes it then."""
 
@@ -48,7 +49,7 @@ class Lane:
     @property
     def bytes(self) -> int:
         """About the memory that its process takes, that of files not counted."""
-        return estimate.bytes_of(self.job, self.checkpoint)
+        return estimate.bytes_of(self.job, self.checkpoint, rows=_ROWS.get(self.module, "kept"))
 
     @property
     def key(self) -> str:
