@@ -4,8 +4,8 @@
 What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
 and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. If the call has a
 parameter `places`, it is given the places in L whose logits are kept, R of them, and gives those
-alone, (B, R, V). The model may have `taps()` too (see `own_taps`). The file is executed because it was named; what goes wrong in it
-becomes one line. Axes as in `mlxkv.port.llama`.
+alone, (B, R, V). The model may have `taps()` too (see `own_taps`). The file is executed because it
+was named; what goes wrong in it becomes one line. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations

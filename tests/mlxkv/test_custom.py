@@ -293,7 +293,9 @@ def test_a_call_that_takes_places_gives_their_rows_alone(
     assert rows[0].shape == (4, 40)
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-5)
     every = written(tmp_path / "every", chooses)
-    with pytest.raises(Refusal, match=r"gave \[1, \d, 40\] float32, expected \[1, 1, 40\] of floats"):
+    with pytest.raises(
+        Refusal, match=r"gave \[1, \d, 40\] float32, expected \[1, 1, 40\] of floats"
+    ):
         run(every, folder_of("gqa"), plan)
 
 
