@@ -98,7 +98,7 @@ class Head:
         return bool(mx.array_equal(head(x)[:, some], head(x[:, some])))
 
 
-class _Instead(nn.Module):
+class _Instead(nn.Module):  # type: ignore[misc]
     """A function in a module's place."""
 
     def __init__(self, function: Callable[[mx.array], Any]) -> None:

@@ -45,8 +45,8 @@ would wait for a host that does not answer any more."""
 
 QUIET, TIMES = 120, 3
 """A run in which no rank ends a call for QUIET seconds and TIMES the estimate of all of it is
-ended: no call takes longer than the whole, and the estimate is that of one process. MLX waits for ever
-for a host that says nothing more; ssh notices within a minute one that is gone (`launch`).
+ended: no call takes longer than the whole, and the estimate is that of one process. MLX waits for
+ever for a host that says nothing more; ssh notices within a minute one that is gone (`launch`).
 """
 
 _WARNING = b"[WARN]"

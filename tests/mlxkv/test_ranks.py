@@ -149,6 +149,22 @@ def test_compare_judges_an_engine_on_ranks(engine: str, tmp_path: Path, answer: 
     assert ("algebra (float64)" in gates) == (engine == "port")
 
 
+def test_locate_reads_what_ranks_get_wrong_from_their_cache(tmp_path: Path) -> None:
+    """mlx-lm loses a theta that stands in rope_parameters alone."""
+    config = models.config("gqa")
+    del config["rope_theta"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    folder = models.save(tmp_path / "model", config)
+    words = ["--tokens", "3,7,11,2,19,5", "--steps", 1, "--quick", "--engine", "mlx-lm"]
+
+    done = mlxkv("locate", folder, *words, "--ranks", 2, "--json", "--out", tmp_path / "out")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["outcome"] == "located"
+    assert (found["layer"], found["tap"]) == (0, "keys")
+
+
 def test_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", **NINE))
     of = job(tmp_path / "out", {"dies": "killed"}, folder, ranks=3)

@@ -124,21 +124,17 @@ def line(one: Judged | Untold) -> str:
     """One line of JSON: the outcome and what leaves it open, and the gate that is nearest to its
     limit or farthest beyond; `ratio` is value over limit.
     """
-    outcome, gates, took = "cannot tell", (), None
-    if isinstance(one, Judged):
-        outcome, gates, took = one.verdict.outcome, one.verdict.worst, one.took
-    worst = max(gates, key=lambda gate: gate.badness, default=None)
-    value = {
-        "format": LINE,
-        "name": one.name,
-        "outcome": outcome,
-        "reasons": one.verdict.reasons if isinstance(one, Judged) else [one.reason],
-        "tokens": len(one.verdict.subject.tokens if isinstance(one, Judged) else one.tokens),
-        "gate": worst and worst.name,
-        "plan": worst and worst.plan,
-        "ratio": worst and worst.badness,
-        "took": took,
-    }
+    value: dict[str, Any] = {"format": LINE, "name": one.name}
+    if isinstance(one, Untold):
+        value |= {"outcome": "cannot tell", "reasons": [one.reason], "tokens": len(one.tokens)}
+        value |= dict.fromkeys(("gate", "plan", "ratio", "took"))
+    else:
+        verdict = one.verdict
+        worst = max(verdict.worst, key=lambda gate: gate.badness, default=None)
+        value |= {"outcome": verdict.outcome, "reasons": verdict.reasons}
+        value |= {"tokens": len(verdict.subject.tokens), "gate": worst and worst.name}
+        value |= {"plan": worst and worst.plan, "ratio": worst and worst.badness}
+        value["took"] = one.took
     return json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n"
 
 
