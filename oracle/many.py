@@ -151,9 +151,10 @@ def _memory(one: Question) -> float:
     runs = len(one.members(plans)) + 2
     (full,) = plans["full"].calls()
     kept, config = len(plans["full"].kept(full)), one.config
-    chunked = any(call.held and call.fed > 1 for plan in plans.values() for call in plan.calls())
+    calls = [call for plan in plans.values() for call in plan.calls() if call.held and call.fed > 1]
+    masked = max((call.fed * (call.held + call.fed) for call in calls), default=0)
     item, ways = 4 if one.dtype == "float32" else 2, len(one.segments(plans))
-    passing = sizes.pool(config, one.length, item=item, chunked=chunked)
+    passing = sizes.pool(config, one.length, item=item, masked=masked)
     if isinstance(config, Config):
         passing = max(passing, sizes.truth(config, one.length, ways=ways, rows=kept))
     small = size if (size := _odd(one)) < _LEAST_CONVERTED else 0

@@ -95,3 +95,18 @@ def test_one_that_is_refused_leaves_the_others_and_says_why(
     (tmp_path / "printed").write_text(done.stdout)
     why = {places["a"]: "pool: its logits are odd", places["c"]: "pool: its logits are odd"}
     assert questions.read_refusals(tmp_path / "printed", places.values()) == why
+
+
+@pytest.mark.parametrize(("n", "measured"), [(1000, 548e6), (8000, 1350e6)])
+def test_memory_has_what_attention_takes_and_is_within_half_of_what_was_measured(
+    tmp_path: Path, n: int, measured: float
+) -> None:
+    """Nine heads in two layers; measured as the largest of ten samples a second."""
+    sizes: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes |= {"hidden_size": 576, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 2000, "max_position_embeddings": 9000}
+    folder = models.make(tmp_path / "model", "gqa", **sizes)
+    path = written(tmp_path, folder, One(str(tmp_path / "a"), tokens=(1,) * n, steps=3))
+    (tmp_path / "estimate.json").write_text(many.estimate(path))
+    said = questions.read_estimate(tmp_path / "estimate.json").memory_bytes
+    assert measured / 1.5 < said < measured * 1.5
