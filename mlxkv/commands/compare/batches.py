@@ -20,7 +20,7 @@ import msgspec
 from mlxkv.commands.compare.ask import Answer, Answers, Request, Untold, ask
 from mlxkv.commands.compare.follow import Engine, Runs, find, followed, lanes_of, probed
 from mlxkv.engines import estimate, lanes
-from mlxkv.engines.lanes import Lane
+from mlxkv.engines.lanes import Lane, Room
 from mlxkv.engines.progress import bar
 from oracle.formats import disk, strict_json
 from oracle.formats.errors import Refusal
@@ -72,9 +72,7 @@ def batches(
     disk.allow_open(FILES * (len(requests) + 4))
     answers = ask(requests)
     yield from answers.refused
-    refused = [one.name for one in answers.refused]
-    answered = (str(one.name) for one in requests if str(one.name) not in refused)
-    named = list(zip(answered, answers.each, strict=True))
+    named = _named(requests, answers)
     longest = max(named, key=lambda one: one[1].case.length)[0]
     with lanes.room() as room:
         cut = _cut(engine, named, answers.probe, room.folder)
@@ -82,9 +80,7 @@ def batches(
         for some in cut:
             digest = some.digest(longest, *about)
             place = room.folder / f"judged{some.part}"
-            made: list[Any] = _read(place, kind) if room.resumed(digest, place) else []
-            if made:
-                room.finish(digest, place, judged=len(made))
+            made: list[Any] = _resumed(room, digest, place, kind)
             yield from made
             if not made:
                 asked = Answers(tuple(of for _, of in some.sequences), answers.probe)
@@ -95,11 +91,32 @@ def batches(
                         made.append(_judged(judge, name, one, longest=name == longest))
                         advance(1)
                         yield made[-1]
-                if not any(isinstance(one, Untold) for one in made):
-                    _write(place, made)
-                    room.finish(digest, place, judged=len(made))
+                _finish(room, digest, place, made)
             for lane in some.lanes.values():
                 room.drop(lane)
+
+
+def _named(requests: Sequence[Request], answers: Answers) -> list[tuple[str, Answer]]:
+    """The answers by their requests' names, in order."""
+    refused = [one.name for one in answers.refused]
+    answered = (str(one.name) for one in requests if str(one.name) not in refused)
+    return list(zip(answered, answers.each, strict=True))
+
+
+def _resumed(room: Room, digest: str | None, place: Path, kind: type[T]) -> list[T]:
+    """What a run that broke off had made; nothing where it had not."""
+    if not room.resumed(digest, place):
+        return []
+    made = _read(place, kind)
+    room.finish(digest, place, judged=len(made))
+    return made
+
+
+def _finish(room: Room, digest: str | None, place: Path, made: Sequence[object]) -> None:
+    """Keeps a batch for the next run; one of which not all could be judged is tried again."""
+    if not any(isinstance(one, Untold) for one in made):
+        _write(place, made)
+        room.finish(digest, place, judged=len(made))
 
 
 def _judged(

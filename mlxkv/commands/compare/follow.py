@@ -237,9 +237,8 @@ def of_plans(
     float32-accurate. The port's two share the cores where they run side by side: one thread does
     nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
     """
-    judged = [[plan for plan, _ in some] for some in _named(each)]
-    asked = [plan for some in judged for plan in some]
-    asked += [plan for plan, _ in _named([probe], "probe-")[0]]
+    judged = _named(each)
+    asked = [plan for some in (*judged, *_named([probe], "probe-")) for plan, _ in some]
     one = Job.on(
         checkpoint,
         asked,
@@ -250,7 +249,7 @@ def of_plans(
         hostfile=engine.hostfile,
         custom=engine.source,
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
-        repeat=tuple(repeated(plans).name for plans in judged),
+        repeat=tuple(repeated(plan for plan, _ in some).name for some in judged),
         several=engine.several and not (engine.ranks or engine.hostfile),
     )
     jobs = {engine.name: one}
