@@ -53,10 +53,12 @@ def _report(what: str) -> Option:
     def apply(function: Callable[..., Callable[..., Report]]) -> Callable[..., Any]:
         @wraps(function)
         def command(out: Path, as_json: bool, **options: Any) -> None:
+            from mlxkv.engines import stays
             from mlxkv.report.publish import publish
 
-            make = function(**options)
-            report = publish(out, partial(make, out=out, command=_command_line()))
+            with stays.told():
+                make = function(**options)
+                report = publish(out, partial(make, out=out, command=_command_line()))
             _print(report.json if as_json else report.text)
             sys.exit(report.exit_code)
 
@@ -125,6 +127,12 @@ _run = options(
         type=FOLDER,
         multiple=True,
     ),
+    option("--ranks", "Processes on this machine that share the engine's model.", type=Whole(2)),
+    option(
+        "--hostfile",
+        "A file of mlx.launch's: a host for each rank, this machine first.",
+        type=FOLDER,
+    ),
 )
 _models = options(
     option("--tiny/--no-tiny", "Small random models too.", default=True),
@@ -138,7 +146,7 @@ _models = options(
 def cli() -> None:
     """Is my KV cache right, is my port right, and if not, where does it first go wrong?
 
-    Exit codes: 0 agree, 1 differ, 2 could not tell, 130 interrupted.
+    Exit codes: 0 agree, 1 differ, 2 could not tell, 130 interrupted, 143 terminated.
     """
 
 
@@ -155,10 +163,6 @@ def cli() -> None:
     "--dry-run",
     "Print the plans, time, memory and disk of all this, and run nothing.",
     is_flag=True,
-)
-@option("--ranks", "Processes on this machine that share the engine's model.", type=Whole(2))
-@option(
-    "--hostfile", "A file of mlx.launch's: a host for each rank, this machine first.", type=FOLDER
 )
 @_report("the verdict")
 def compare(
@@ -330,8 +334,9 @@ def cost(**options: Any) -> Callable[..., Report]:
 def locate(candidates: tuple[Path, ...], **options: Any) -> Callable[..., Report]:
     """Find where the port on MODEL first goes wrong: position, layer, place, head, and a hint.
 
-    Of another engine only the logits and the cache can be seen: position, layer, keys or values,
-    head. With --oracle, the --taps of `mlxkv-oracle run` say what the folder records.
+    Of another engine, and of one on --ranks, only the logits and the cache can be seen: position,
+    layer, keys or values, head. With --oracle, the --taps of `mlxkv-oracle run` say what the folder
+    records.
 
     Exit codes: 0 nothing stands out, 1 something is located, 2 could not tell.
     """

@@ -112,21 +112,22 @@ def many(
     questions: Mapping[Path, Question],
     *,
     force: bool = False,
+    refused: dict[Path, Refusal] | None = None,
     progress: Progress = silent,
     note: Note = silent,
 ) -> Iterator[Path]:
     """Makes a run folder for each question about one model, in one process.
 
     Each folder's path comes as soon as the folder is there, whole: what is finished stays, whatever
-    becomes of the rest. A question that is refused is left out, and `note` says why; in the end one
-    Refusal speaks of all of them, unless it was a probe beside others.
+    becomes of the rest. A question that is refused is left out, `note` says why, and `refused` gets
+    it; in the end one Refusal speaks of all of them, unless it was a probe beside others.
     """
     require("torch", "transformers")
     _check_one_model(questions)
     progress("loading torch and transformers", 0, 1)
     from oracle import answer
 
-    refused: list[Refusal] = []
+    refused = {} if refused is None else refused
     several, model = sum(not one.probe for one in questions.values()) > 1, None
     for out, question in questions.items():
         model = model or answer.loaded(question, progress)
@@ -141,11 +142,11 @@ def many(
             if not several:
                 raise
             note(f"warning: no answer on {question.named}: {error}")
-            refused.append(error)
+            refused[out] = error
             continue
         yield out
     if refused:
-        raise _all_of(refused, len(questions))
+        raise _all_of([*refused.values()], len(questions))
 
 
 def _all_of(refused: Sequence[Refusal], of: int) -> Refusal:

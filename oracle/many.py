@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from oracle import folder
+from oracle import folder, sizes
 from oracle.formats import questions
 from oracle.formats.errors import Refusal
 from oracle.formats.progress import Note, Progress, silent
@@ -16,27 +16,33 @@ from oracle.formats.questions import Asked, Estimate, One
 from oracle.model import measured, tokenizer
 from oracle.model.cache_folder import cache_dir
 from oracle.question import IMPORTS, Question, ask, rough
+from oracle.truth.config import Config
 
-_PROCESS = 400e6
-"""Bytes of a process with torch and transformers that has computed nothing."""
 _LEAST_CONVERTED = 10**9  # bytes: smaller ones are converted in memory (`oracle.pool.converted`)
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> Iterator[Path]:
-    """Answers the questions of a file; each folder's path as soon as it is there."""
+def answer(path: Path, *, progress: Progress = silent, note: Note = silent) -> Iterator[str]:
+    """Answers the questions of a file; each folder's path as soon as it is there, and in the end of
+    those that were refused why, as `questions.refusal` says it.
+    """
     given = questions.read(path)
     asked = _questions(given, progress=progress, note=note)
     expected = _estimate(asked)
     note(_line(asked, expected))
-    begun, ends = time.perf_counter(), list[float]()
+    begun, ends, refused = time.perf_counter(), list[float](), dict[Path, Refusal]()
 
     def counted(what: str, part: int, whole: int) -> None:
         progress(what + _left(ends, len(asked)), part, whole)
 
-    for out in folder.many(asked, force=True, progress=counted, note=note):
-        ends.append(time.perf_counter())
-        yield out
+    made = folder.many(asked, force=True, refused=refused, progress=counted, note=note)
+    try:
+        for out in made:
+            ends.append(time.perf_counter())
+            yield str(out)
+    except Refusal:
+        yield from (questions.refusal(out, error) for out, error in refused.items())
+        raise
     plain = IMPORTS + sum(one.seconds() for one in asked.values())
     measured.remember(_key(asked), plain, time.perf_counter() - begun)
 
@@ -137,16 +143,23 @@ def _line(asked: Mapping[Path, Question], expected: Estimate) -> str:
 
 
 def _memory(one: Question) -> float:
-    """About the bytes that are no file's: two of the largest layer's weights in float64, and the
-    rows, keys and values of two runs.
+    """About the bytes that are no file's: two of the largest layer's weights in float64, the rows,
+    keys and values of two runs, small weights in the run's dtype, and the larger of what the truth
+    and what transformers computes on the way.
     """
-    layers: dict[str, int] = {}
-    for name, shape in one.config.shapes().items():
-        if ".layers." in name:
-            layer = name.split(".layers.")[1].split(".")[0]
-            layers[layer] = layers.get(layer, 0) + math.prod(shape)
-    runs = len(one.members(one.plans([0] * one.steps))) + 2
-    return _PROCESS + 16 * max(layers.values(), default=0) + 2 * one.disk_bytes() / runs
+    plans = one.plans([0] * one.steps)
+    runs = len(one.members(plans)) + 2
+    (full,) = plans["full"].calls()
+    kept, config = len(plans["full"].kept(full)), one.config
+    calls = [call for plan in plans.values() for call in plan.calls() if call.held and call.fed > 1]
+    masked = max((call.fed * (call.held + call.fed) for call in calls), default=0)
+    item, ways = 4 if one.dtype == "float32" else 2, len(one.segments(plans))
+    passing = sizes.pool(config, one.length, item=item, masked=masked)
+    if isinstance(config, Config):
+        passing = max(passing, sizes.truth(config, one.length, ways=ways, rows=kept))
+    small = size if (size := _odd(one)) < _LEAST_CONVERTED else 0
+    held = 16 * sizes.layer(config) + 2 * one.disk_bytes() / runs
+    return sizes.PROCESS + held + small + passing
 
 
 def _converted(one: Question) -> int:
@@ -154,13 +167,18 @@ def _converted(one: Question) -> int:
 
     Those are the ones that the files hold in another dtype, if they are large enough.
     """
+    checkpoint, size = one.checkpoint, _odd(one)
+    kept = cache_dir() / "converted"
+    there = kept.is_dir() and any(kept.glob(f"{checkpoint.fingerprint}-{one.dtype}*"))
+    return 0 if size < _LEAST_CONVERTED or there else size
+
+
+def _odd(one: Question) -> int:
+    """Bytes in the run's dtype of the weights that the files hold in another."""
     checkpoint, stored = one.checkpoint, _STORED[one.dtype]
     odd = [
         math.prod(shape)
         for name, shape in checkpoint.weights.items()
         if name in checkpoint.packed or checkpoint.tensors[name].dtype != stored
     ]
-    size = sum(odd) * (4 if one.dtype == "float32" else 2)
-    kept = cache_dir() / "converted"
-    there = kept.is_dir() and any(kept.glob(f"{checkpoint.fingerprint}-{one.dtype}*"))
-    return 0 if size < _LEAST_CONVERTED or there else size
+    return sum(odd) * (4 if one.dtype == "float32" else 2)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Required, TypedDict
 
-from oracle import place
+from oracle import place, sizes
 from oracle.folder import require
 from oracle.formats import disk, stored, strict_json, text
 from oracle.formats.errors import Refusal, brief
@@ -32,8 +32,8 @@ _OURS = (TEXT, "truth.safetensors", "stored-*.safetensors")
 _DTYPE = "float32"  # of weights: the widest that a checkpoint of half precision or plain has
 
 # Measured on two x86-64 cores with SmolLM2: seconds of imports, float64 operations a second,
-# seconds that each logit takes in softmax and sums; bytes of a process with torch and its blocks.
-_IMPORTS, _OPERATIONS, _ROW, _PROCESS = 5.0, 4e10, 1e-8, 6e8
+# seconds that each logit takes in softmax and sums.
+_IMPORTS, _OPERATIONS, _ROW = 5.0, 4e10, 1e-8
 
 
 class Texting(TypedDict, total=False):
@@ -123,9 +123,10 @@ def _seconds(c: Config, n: int, ways: int) -> float:
 
 
 def _memory(c: Config, n: int, ways: int) -> float:
-    """Bytes: the head, two hidden states of each way, one way's MLP, and blocks of logits."""
-    layer = n * (5 * c.mlp + 6 * c.hidden)
-    return _PROCESS + 8 * (c.vocab_size * c.hidden + 2 * ways * n * c.hidden + layer)
+    """Bytes: those of the truth, its weights of a layer, and six blocks of logits beside a head."""
+    logits = 6 * 2**22  # of `oracle.truth.losses`
+    layer = 2 * sizes.layer(c) + logits
+    return sizes.PROCESS + sizes.truth(c, n, ways=ways, rows=n) + 8 * layer
 
 
 def _read_ids(path: Path) -> list[int]:

@@ -1,8 +1,9 @@
 """`mlxkv store`: what is kept in the cache folder, and how it is cleared.
 
 Only names that mlxkv gives are looked at, and no link is followed. What a running process holds is
-left alone: a process holds the kinds that it uses (`oracle.model.cache_folder.in_use`), its scratch
-folders, and the answer that it is making. Locks are empty files and stay.
+left alone: a process holds the entries that it uses (`oracle.model.cache_folder.hold`), the files
+that it is writing, its scratch folders, and the answer that it is making. Locks are empty files and
+stay.
 """
 
 from __future__ import annotations
@@ -145,6 +146,9 @@ def _remove(path: Path) -> None:
 
 def found() -> list[Entry]:
     """Everything of ours below the cache folder, the newest last."""
+    if (folder := cache_dir()).exists() and not folder.is_dir():
+        what = "it is a file, expected a folder"
+        raise Refusal(what, where=folder, remedy="name the cache folder in MLXKV_CACHE")
     now, entries = time.time(), []
     for kind, path in _ours():
         with suppress(FileNotFoundError), _free(kind, path) as free:
@@ -178,7 +182,9 @@ def _matching(folder: Path, name: str, is_ours: Any) -> Iterator[Path]:
 @contextmanager
 def _free(kind: str, path: Path) -> Iterator[bool]:
     """Whether nobody holds the entry, which is ours within the block then."""
-    locks = [path] if kind == "runs" else [] if kind == "fingerprints" else [path.parent]
+    # A file that is being written is not locked itself; whoever writes it holds the folder.
+    half = path.suffix == ".part" and kind in _FILES
+    locks = [] if kind == "fingerprints" else [path.parent if half else path]
     locks += [cache_dir() / "locks" / path.name] if kind in ("oracle", "texts") else []
     with ExitStack() as stack:
         yield all(stack.enter_context(disk.unheld(lock)) for lock in locks)

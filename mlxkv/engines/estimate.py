@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mlxkv.engines.job import Job
 from oracle.formats.plan import Feed, New, Plan
 from oracle.model.checkpoint import Checkpoint
 
+Rows = Literal["kept", "some", "all"]
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 BASE = 64 * 2**20
@@ -35,6 +36,13 @@ HEADER = 2**16
 """Bytes of a trace's header, and 1,536 for each of its steps, whose outcomes it has room for."""
 SCORES, ROWS = 2**22, 1024
 """Those of `mlxkv.port.llama`, which this module does not import: it needs no MLX."""
+
+WHOLE = 2**24
+"""Logits of a call up to which mlx-lm's models compute all rows: 64 MB in float32."""
+LEAST = 256
+"""Rows of a longer one that `mlxkv.engines.head` has them compute at least. A BLAS adds up in
+another order where a matrix has few rows; with so many the rows had the bits that they have among
+thousands (BLIS, OpenBLAS, MLX's own). That is looked at in each process."""
 
 PRODUCTS = {"float64": 25e9, "float32": 45e9, "bfloat16": 5e9, "float16": 4e9}
 """Operations a second of a product with 8 to 64 rows. MLX's CPU products of half precision do not
@@ -88,10 +96,11 @@ class _Shape:
         )
 
 
-def bytes_of(job: Job, checkpoint: Checkpoint, *, every_row: bool = False) -> int:
+def bytes_of(job: Job, checkpoint: Checkpoint, *, rows: Rows = "kept") -> int:
     """The anonymous memory that the job's process will need at its peak; mapped files not counted.
 
-    `every_row` is for engines that compute the logits of all rows of a call, whichever are kept.
+    `rows` are those whose logits the engine computes: the kept ones, all of each call, or "some",
+    which is all of short calls and no fewer than LEAST of long ones.
     """
     shape, item = _Shape.of(checkpoint), _SIZES[job.dtype]
     calls = [(plan, call) for plan in job.plans for call in plan.calls()]
@@ -105,9 +114,10 @@ def bytes_of(job: Job, checkpoint: Checkpoint, *, every_row: bool = False) -> in
         logits = 0
     else:
         weights, states = _held(checkpoint, item) + _largest(checkpoint), 0
-        rows = max((_rows(plan) for plan in job.plans), default=0)
-        caches = rows * 2 * shape.K * shape.D * item * shape.layers
-        logits = max((_logits(plan, every_row) for plan in job.plans), default=0) * shape.V * 4
+        held = max((_rows(plan) for plan in job.plans), default=0)
+        caches = held * 2 * shape.K * shape.D * item * shape.layers
+        most = max((_logits(plan, rows, shape.V) for plan in job.plans), default=0)
+        logits = most * shape.V * 4
     passing = max((_passing(call, shape, item) for _, call in calls), default=0)
     tables = 2 * shape.positions * shape.D * item
     return BASE + weights + states + caches + logits + passing + tables
@@ -167,11 +177,20 @@ def _rows(plan: Plan) -> int:
     return len(caches) * batch * -(-plan.longest // 256) * 256
 
 
-def _logits(plan: Plan, every_row: bool) -> int:
+def _logits(plan: Plan, rows: Rows, V: int) -> int:
     """The rows of logits that are in memory before they are written."""
     kept = sum(len(plan.kept(call)) * len(call.batch) for call in plan.calls())
-    whole = max((call.fed * len(call.batch) for call in plan.calls()), default=0)
-    return kept + (whole if every_row else 0)
+    if rows == "kept":
+        return kept
+    return kept + max((_computed(plan, call, rows, V) for call in plan.calls()), default=0)
+
+
+def _computed(plan: Plan, call: Feed, rows: Rows, V: int) -> int:
+    """The rows of logits that a call computes."""
+    every, batch = call.fed * len(call.batch), len(call.batch)
+    if rows == "all" or every * V <= WHOLE:
+        return every
+    return min(every, batch * (LEAST + len(plan.kept(call))))
 
 
 def _passing(call: Feed, shape: _Shape, item: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _AGAIN = "start it again"
+_NOW, _REFUSED = "now.txt", ".refused.txt"  # the plan that is followed; why one could not be
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Job:
     `custom` is the FILE.py:load of a person's own, for its engine alone. `taps` are the places
     inside a layer to record too; where `truth` names the truth's trace, each plan is followed again
     with every layer fed the truth's input. `ranks`, or the hosts in `hostfile`, are the processes
-    that share the model, 0 and "" for one process that has it whole.
+    that share the model, 0 and "" for one process that has it whole. With `several` the plans are
+    of several sequences: one that cannot be followed is written down, and the others are followed.
     """
 
     folder: str
@@ -62,6 +65,7 @@ class Job:
     dither: int = 0
     ranks: int = 0
     hostfile: str = ""
+    several: bool = False
 
     @classmethod
     def on(
@@ -88,6 +92,46 @@ class Job:
     def isolated(self, plan: Plan) -> Path:
         """Where the trace goes of the layers fed the truth's input."""
         return self.out / f"{plan.name}-isolated.safetensors"
+
+    def refused(self, plan: Plan) -> str:
+        """Why the plan could not be followed; "" if it was."""
+        file = self.out / f"{plan.name}{_REFUSED}"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    @contextmanager
+    def alone(self, plan: Plan) -> Iterator[None]:
+        """Follows a plan within the block: of `several` sequences its failure ends it alone."""
+        if not self.several:
+            yield
+            return
+        write_text(self.out / _NOW, plan.name)
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, Refusal):
+                traceback.print_exc()
+            self._refuse(plan.name, str(error) or type(error).__name__)
+
+    def _refuse(self, plan: str, why: str) -> None:
+        write_text(self.out / f"{plan}{_REFUSED}", " ".join(why.split()))
+
+    def after(self, died: Refusal) -> Job | None:
+        """The plans that are left, once the one in which the process died is written down; None
+        where it did not die in one. The others of its sequence are left out.
+        """
+        now = self.out / _NOW
+        if not now.exists():
+            return None
+        broken = now.read_text(encoding="utf-8")
+        self._refuse(broken, str(died))
+        now.unlink()
+        others = (plan for plan in self.plans if _sequence(plan.name) != _sequence(broken))
+        return replace(self, plans=tuple(plan for plan in others if not self._done(plan)))
+
+    def _done(self, plan: Plan) -> bool:
+        """Whether nothing is left of it; both times must be in one process."""
+        last = self.repeated(plan) if plan.name in self.repeat else self.trace(plan)
+        return bool(self.refused(plan)) or last.exists()
 
     def prepare(self, device: str) -> tuple[dict[str, Any], Checkpoint]:
         """Sets this process up for MLX, and finds the job's model.
@@ -153,6 +197,11 @@ class Job:
         path = self.out / "job.json"
         write_text(path, msgspec.json.encode(self, enc_hook=str).decode())
         return path
+
+
+def _sequence(plan: str) -> str:
+    """What the names of plans over one of several sequences begin with."""
+    return plan.rpartition("-")[0]
 
 
 def repeated(plans: Iterable[Plan]) -> Plan:

@@ -16,22 +16,24 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from mlxkv.engines import estimate, kinds, machine, process
+from mlxkv.engines import estimate, kinds, machine, process, stays
 from mlxkv.engines.job import Job
 from mlxkv.engines.process import Finished, Process
 from mlxkv.engines.progress import about, say
 from oracle.formats import run_folder, strict_json
+from oracle.formats.errors import Refusal
 from oracle.model import measured
-from oracle.model.cache_folder import cache_dir, in_use
+from oracle.model.cache_folder import cache_dir, part
 from oracle.model.checkpoint import Checkpoint
 
 _OURS = Path(__file__).parents[1]  # this package
 _READ = ("MLX_", "MLXKV_BLAS", "OMP_", "OPENBLAS_", "BLIS_", "MKL_")  # by MLX or a BLAS
+_ROWS: dict[str, estimate.Rows] = {process.OWN: "all", process.MLX_LM: "some"}
 KEPT_DAYS = 7
 """Days after which what a broken-off run left is removed: nobody resumes it then."""
 
@@ -47,7 +49,7 @@ class Lane:
     @property
     def bytes(self) -> int:
         """About the memory that its process takes, that of files not counted."""
-        return estimate.bytes_of(self.job, self.checkpoint)
+        return estimate.bytes_of(self.job, self.checkpoint, rows=_ROWS.get(self.module, "kept"))
 
     @property
     def key(self) -> str:
@@ -91,6 +93,7 @@ class Room:
     folder: Path
     done: dict[str, Path] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    judged: dict[str, int] = field(default_factory=dict)
 
     def resumed(self, digest: str | None, place: Path) -> bool:
         """Whether what a run that broke off had finished under this digest now lies at `place`."""
@@ -100,17 +103,19 @@ class Room:
         if not kept.exists():
             return False
         try:
-            (in_use("lanes") / digest).rename(place)
+            kept.rename(place)
         except OSError:
             return False
         self.done[digest] = place
         self.taken.add(digest)
         return True
 
-    def finish(self, digest: str | None, place: Path) -> None:
-        """What lies at `place` is whole."""
+    def finish(self, digest: str | None, place: Path, *, judged: int = 0) -> None:
+        """What lies at `place` is whole: a lane, or what was made of so many prompts."""
         if digest is not None:
             self.done[digest] = place
+            if judged:
+                self.judged[digest] = judged
 
     def drop(self, lane: Lane) -> None:
         """Removes a lane's traces, which are not needed any longer."""
@@ -119,7 +124,7 @@ class Room:
 
     def keep(self, *, fresh: bool) -> None:
         """Moves what is finished to where the next run looks; if `fresh`, what this run made."""
-        kept = in_use("lanes")
+        kept = part("lanes")
         for digest, place in self.done.items():
             if fresh and digest in self.taken:
                 continue  # it may be what the run failed by
@@ -127,7 +132,9 @@ class Room:
                 shutil.rmtree(kept / digest, ignore_errors=True)
                 place.rename(kept / digest)
                 os.utime(kept / digest)
-        if self.done:
+                stays.add(stays.RUNS, 0 if digest in self.judged else 1)
+                stays.add(stays.PROMPTS, self.judged.get(digest, 0))
+        if self.done and fresh:  # else the line on the interrupt says it
             say("what was finished is kept for the next run; `mlxkv store list` shows it")
 
 
@@ -175,7 +182,7 @@ def follow(lanes: Mapping[str, Lane], run: Room) -> dict[str, Finished | None]:
                 for i, (name, lane) in enumerate(group.items())
             }
             for name, lane in group.items():
-                took[name] = made = lane.job.end(running[name])
+                took[name] = made = _end(lane, running[name])
                 run.finish(digests[name], lane.job.out)
                 _remember(lane, made)
     return took
@@ -183,6 +190,21 @@ def follow(lanes: Mapping[str, Lane], run: Room) -> dict[str, Finished | None]:
 
 def _begun(lane: Lane, *, aside: bool) -> Process:
     return lane.job.begin(lane.module, aside=aside)
+
+
+def _end(lane: Lane, running: Process) -> Finished:
+    """Waits for a lane's end. Of several sequences one in which its process dies is left out, and
+    another process follows the rest.
+    """
+    try:
+        return lane.job.end(running)
+    except Refusal as died:
+        left = lane.job.after(died)
+        if left is None:
+            raise
+        say(f"{running.name}: {died.what}; the other prompts are followed in a new process")
+    with left.begin(lane.module) as again:
+        return _end(replace(lane, job=left), again)
 
 
 def _remember(lane: Lane, made: Finished) -> None:

@@ -29,6 +29,7 @@ from oracle.formats.trace import CACHES, Meta
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxkv.engines.head import Head
     from mlxkv.engines.rank import Ranks
 
 KVCACHE = kinds.parse("KVCache")
@@ -45,9 +46,12 @@ class MlxLmRunner(PlanRunner):
 
     failures = (Exception,)
 
-    def __init__(self, model: Any, plan: Plan, *, kind: Kind = KVCACHE) -> None:
+    def __init__(
+        self, model: Any, plan: Plan, *, kind: Kind = KVCACHE, head: Head | None = None
+    ) -> None:
+        """`head` is the model's where it can be given some rows of a long call."""
         super().__init__(plan)
-        self.model, self.kind = model, kind
+        self.model, self.kind, self.head = model, kind, head
         self.fed: dict[str, tuple[Batch, ...]] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -140,16 +144,24 @@ class MlxLmRunner(PlanRunner):
     def forward(
         self, name: str, rows: Batch, index_pos: int | None, places: Sequence[int]
     ) -> Array:
-        """(B, len(places), V). mlx-lm computes every position's logits in any case."""
+        """(B, len(places), V). mlx-lm computes the logits of every position of a short call."""
         import mlx.core as mx
 
         why = "mlx-lm takes the position from its cache"
         self.check_position(index_pos, self.held(name), why)
         cache = self._ready(name, rows)
-        logits = self._logits(rows, cache)
+        some = self._some(rows, places)
+        with self.head.given(some) if self.head and some else nullcontext():
+            logits = self._logits(rows, cache)
         if cache is not None:
             self.fed[name] = (*self.fed[name], rows)
-        return host(logits[:, mx.array([*places])])
+        return host(logits[:, mx.array([some.index(p) for p in places] if some else [*places])])
+
+    def _some(self, rows: Batch, places: Sequence[int]) -> list[int] | None:
+        """The rows of a long call that the head is given; None for all."""
+        if self.head is None:
+            return None
+        return self.head.rows(len(rows), len(rows[0]), self.model.args.vocab_size, places)
 
     def says(self) -> dict[str, Any]:
         """What each cache says of itself beside what it holds, as `prompt_cache.facts`."""
@@ -294,9 +306,13 @@ def follow(job: Job, ranks: Ranks | None = None) -> None:
         runner.dither(model.model.embed_tokens, job.dither)
     facts = {name: machine.version(name) for name in ("mlx-lm", "transformers")}
     facts |= {"rope": _rope(model), "code of mlx-lm": machine.place("mlx_lm")}
+    from mlxkv.engines.head import Head  # which needs MLX
+
     version = facts["mlx-lm"]
     meta = job.meta(checkpoint, environment | facts, engine="mlx-lm", version=version)
 
+    calls = (call.fed * len(call.batch) for plan in job.plans for call in plan.calls())
+    head = Head.of(model, checkpoint.vocab_size, calls)
     used = {name: kinds.parse(text) for name, text in job.caches.items()}
     for kind in {kind.text: kind for kind in used.values()}.values():
         caches_for(model, kind)  # what is refused of one is refused before anything runs
@@ -304,7 +320,7 @@ def follow(job: Job, ranks: Ranks | None = None) -> None:
     def begin(plan: Plan) -> tuple[MlxLmRunner, Meta]:
         kind = used.get(plan.name, KVCACHE)
         runs = replace(meta, environment=meta.environment | _named(kind))
-        return chosen(model, plan, kind=kind), runs
+        return chosen(model, plan, kind=kind, head=head), runs
 
     runner.follow(job, f"mlx-lm ({job.dtype}, {environment['device']})", begin)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from mlxkv.engines import machine, process
+from mlxkv.engines import machine, process, stays
 from mlxkv.engines.progress import say
 from oracle.formats import disk, questions, run_folder, stored, text
 from oracle.formats.errors import AlreadySaid, Refusal, install
 from oracle.formats.questions import Estimate
 from oracle.formats.run_folder import Inputs
-from oracle.model.cache_folder import cache_dir, in_use
+from oracle.model.cache_folder import cache_dir, hold, part
 from oracle.model.checkpoint import Checkpoint, is_neighbour
 
 _AT_ONCE = 128
@@ -98,33 +98,36 @@ def ask_both(
 ) -> tuple[Answer, Answer | None]:
     """The folders for a question and for the model's probe; None for a probe that cannot be had."""
     (found,), probed = ask_all([question], probe, fresh=fresh)
+    if isinstance(found, str):
+        raise AlreadySaid
     return found, probed
 
 
 def ask_all(
     asked: Sequence[Question], probe: Question | None, *, fresh: bool = False
-) -> tuple[list[Answer], Answer | None]:
+) -> tuple[list[Answer | str], Answer | None]:
     """The folders for questions about one model, and for its probe; None for one that cannot be
-    had.
+    had, and for a question that the oracle refused why it did.
 
     One process makes those that are not kept, each whole as it is finished: what is there when it
     is interrupted is kept. What it took stands with each that it made.
     """
     require_torch()
     wanted = {one.digest: one for one in asked}
-    answers = dict[str, Answer]()
+    answers = dict[str, Answer | str]()
     if probe is not None:  # with the first ones, and locked last
         wanted = {(its := probe.digest): probe} | {k: v for k, v in wanted.items() if k != its}
     for first in range(0, len(wanted), _AT_ONCE):
         some = dict(list(wanted.items())[first : first + _AT_ONCE])
         answers |= _answers(some, fresh=fresh)
     found = [answers[one.digest] for one in asked]
-    return found, None if probe is None else answers.get(probe.digest)
+    probed = None if probe is None else answers.get(probe.digest)
+    return found, probed if isinstance(probed, Answer) else None
 
 
-def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer]:
+def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer | str]:
     """Answers by their digests, each locked while it is looked for and made."""
-    answers, missing = dict[str, Answer](), dict[str, _Place]()
+    answers, missing = dict[str, Answer | str](), dict[str, _Place]()
     # Everybody takes locks in one order, so that no two wait for one another. A probe comes last:
     # whoever waits for one holds nothing that its maker asks for.
     in_order = sorted(wanted, key=lambda digest: (wanted[digest].probe, digest))
@@ -132,9 +135,11 @@ def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer
         for digest in in_order:
             with ExitStack() as lock:
                 place = lock.enter_context(_alone(wanted[digest], digest))
+                hold(place.folder)
                 found = None if fresh else place.kept()
                 if found is not None:
                     answers[digest] = found
+                    stays.add(stays.ANSWERS, 1)
                     continue
                 locks.enter_context(lock.pop_all())
                 missing[digest] = place
@@ -227,7 +232,7 @@ def _alone(question: Question, digest: str) -> Iterator[_Place]:
 
 
 def _place(question: Question, digest: str) -> _Place:
-    return _Place(question, in_use("oracle") / digest[:32], digest)
+    return _Place(question, part("oracle") / digest[:32], digest)
 
 
 @contextmanager
@@ -244,24 +249,32 @@ def _locked(digest: str) -> Iterator[None]:
         yield
 
 
-def _made(places: Sequence[_Place]) -> dict[str, Answer]:
-    """Answers by their questions' digests, made by one process.
+def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
+    """Answers by their questions' digests, made by one process; or why it refused one of several.
 
     A probe that the oracle cannot measure is not among them; why not, the oracle has said.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        questions.write(Path(file.name), _file({one.folder: one.question for one in places}))
+    folders, finished, refused = {one.folder: one.question for one in places}, None, {}
+    with process.scratch() as room:
+        file, printed = room / "questions.json", room / "made.txt"
+        questions.write(file, _file(folders))
         try:
-            finished = process.start(["oracle", "many", file.name])
+            finished = process.start(["oracle", "many", str(file)], stdout=printed)
         except AlreadySaid:
-            if any(not one.question.probe for one in places):
+            refused = questions.read_refusals(printed, folders)
+            if not refused and any(not one.question.probe for one in places):
                 raise
-            return {}
-    return {
-        one.digest: one.answer(finished)
-        for one in places
-        if not one.question.probe or one.kept() is not None
-    }
+        finally:
+            stays.add(stays.ANSWERS, sum(folder.exists() for folder in folders))
+    found = dict[str, Answer | str]()
+    for one in places:
+        if one.folder in refused:
+            found[one.digest] = refused[one.folder]
+            continue
+        hold(one.folder)
+        if not one.question.probe or one.kept() is not None:
+            found[one.digest] = one.answer(finished)
+    return found
 
 
 @contextmanager
@@ -276,7 +289,7 @@ def text_folder(
     """
     require_torch()
     digest = text.inputs(checkpoint.fingerprint, checkpoint.config_digest, tokens)
-    folder = in_use("texts") / digest[:32]
+    folder = part("texts") / digest[:32]
     with ExitStack() as stack:
         with _locked(digest):
             if fresh or not _has(folder, specs):
@@ -315,7 +328,9 @@ def _has(folder: Path, specs: Sequence[str]) -> bool:
 
 def suspects_folder(manifest: run_folder.Manifest, plan: str) -> Path:
     """Where the usual suspects of a run folder are kept, with those of `plan`'s calls."""
-    return in_use("suspects") / run_folder.suspects_digest(manifest, plan)[:32]
+    folder = part("suspects") / run_folder.suspects_digest(manifest, plan)[:32]
+    hold(folder)
+    return folder
 
 
 def make_suspects(
@@ -327,7 +342,9 @@ def make_suspects(
     `checkpoint` is what the folder was made with.
     """
     source = [checkpoint.source, *_revision(checkpoint), "--plan", plan]
-    return process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
+    took = process.start(["oracle", "suspects", str(folder), *source, "--out", str(out)])
+    hold(out)
+    return took
 
 
 def require_torch(*, otherwise: str = "") -> None:

@@ -2,14 +2,16 @@
 
 `FILE.py:load` names a function `load(path, dtype)`: the checkpoint's folder and, say, "float32".
 What it returns follows mlx-lm's convention: `model(tokens, cache=cache)` takes an mx.array (B, L)
-and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. It may have
-`taps()` too (see `own_taps`). The file is executed because it was named; what goes wrong in it
-becomes one line. Axes as in `mlxkv.port.llama`.
+and gives logits (B, L, V), `make_cache()` gives a list with one cache per layer. If the call has a
+parameter `places`, it is given the places in L whose logits are kept, R of them, and gives those
+alone, (B, R, V). The model may have `taps()` too (see `own_taps`). The file is executed because it
+was named; what goes wrong in it becomes one line. Axes as in `mlxkv.port.llama`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -68,6 +70,7 @@ class OwnRunner(PlanRunner):
     ) -> None:
         super().__init__(plan)
         self.model, self.name, self.vocab, self.heads = model, name, vocab, heads
+        self.chooses = takes_places(model)
         self.fed: dict[str, int] = {}
 
     def new(self, name: str, use_kv_cache: bool) -> None:
@@ -108,23 +111,25 @@ class OwnRunner(PlanRunner):
         self.check_position(index_pos, held, "the cache has the position")
         given = self._made() if cache is None else cache
         try:
-            logits = self._logits(rows, given)
+            logits = self._logits(rows, given, places if self.chooses else None)
         except Refusal as error:
             if len(rows) == 1:
                 raise
             raise Inexpressible(f"a batch of {len(rows)}, as {error.what}") from error
         self.fed[name] = 0 if cache is None else held + len(rows[0])
-        return host(logits[:, mx.array([*places])])
+        return host(logits if self.chooses else logits[:, mx.array([*places])])
 
-    def _logits(self, rows: Batch, cache: Any) -> Any:
-        """The model's logits, an mx.array (B, L, V)."""
+    def _logits(self, rows: Batch, cache: Any, places: Sequence[int] | None = None) -> Any:
+        """The model's logits, an mx.array (B, L, V), or those at `places` that it is to choose."""
         import mlx.core as mx
 
+        more = {} if places is None else {"places": mx.array([*places])}
         with blamed_on(self.name, CALL):
-            logits = self.model(mx.array(rows), cache=cache)
+            logits = self.model(mx.array(rows), cache=cache, **more)
             if isinstance(logits, mx.array):
                 mx.eval(logits)  # what fails late must fail here, where it is known whose it is
-        _check(logits, [len(rows), len(rows[0]), self.vocab], self.name)
+        L = len(rows[0]) if places is None else len(places)
+        _check(logits, [len(rows), L, self.vocab], self.name)
         return logits
 
     def says(self) -> dict[str, Any]:
@@ -211,6 +216,14 @@ def require(model: Any, name: str) -> Any:
         lacks = "make_cache()" if callable(model) else CALL
         raise Refusal(f"a {type(model).__name__} without {lacks}, {CONVENTION}", where=name)
     return model
+
+
+def takes_places(model: Any) -> bool:
+    """Whether a model's call has a parameter `places`."""
+    try:
+        return "places" in inspect.signature(model).parameters
+    except (TypeError, ValueError):  # none can be seen, as of a function in C
+        return False
 
 
 def says(model: Any) -> dict[str, Any]:

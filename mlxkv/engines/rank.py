@@ -32,13 +32,16 @@ if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
 R = TypeVar("R", bound=PlanRunner)
+ALIVE = "alive.txt"
+"""The file beside the job's that rank 0 touches whenever the ranks have ended a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that share a model, as one of them sees them."""
+    """The processes that share a model, as one of them sees them; rank 0 works in `out`."""
 
     group: mx.distributed.Group
+    out: Path = Path()
 
     @property
     def rank(self) -> int:
@@ -57,6 +60,11 @@ class Ranks:
             # What fails on one rank alone leaves the others waiting, so nothing that fails goes on.
             failures = ()
 
+            def forward(self, *given: Any) -> Any:
+                found = super().forward(*given)
+                ranks.go_on()
+                return found
+
             def kept(self) -> Iterator[tuple[str, int, Any, Any]]:
                 for name, i, *pair in super().kept():
                     yield name, i, *map(ranks.gathered, pair)
@@ -69,6 +77,11 @@ class Ranks:
                     ranks.compute(array for _, array in self.held_rows())
 
         return OnRanks
+
+    def go_on(self) -> None:
+        """Says that the run is alive."""
+        if self.rank == 0:
+            (self.out / ALIVE).touch()
 
     def gathered(self, rows: mx.array) -> mx.array:
         """Every rank's heads: [B, K / ranks, S, D] -> [B, K, S, D]
@@ -121,6 +134,7 @@ class Ranks:
 
     def require_alike(self, checkpoint: Checkpoint) -> None:
         """A Refusal where a rank has other weights, or other versions of what computes."""
+        self.go_on()
         self.require_same("weights", checkpoint.fingerprint + checkpoint.config_digest)
         versions = [f"{name} {machine.version(name)}" for name in ("mlx", "mlx-lm", "mlxkv")]
         self.require_same("versions of MLX, mlx-lm or mlxkv", " ".join(versions))
@@ -145,7 +159,7 @@ def meet(seconds: int) -> Ranks:
 def main(path: str, module: str, device: str, threads: int, seconds: int) -> None:
     """Meets the other ranks and follows with them what rank 0 reads in the job's file."""
     machine.prepare(device, threads=threads)
-    ranks = meet(seconds)
+    ranks = replace(meet(seconds), out=Path(path).parent)
     ranks.require_same("runs", path)
     text = ranks.told(Path(path).read_bytes() if ranks.rank == 0 else b"")
     with tempfile.TemporaryDirectory() as nowhere:

@@ -20,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.engines.job import Job, answer, read
+from mlxkv.engines.lanes import Lane
+from mlxkv.engines.launch import SSH
 from mlxkv.engines.progress import say
+from mlxkv.engines.rank import ALIVE
 from oracle.formats import child, strict_json
 from oracle.formats.errors import Refusal, brief
 from oracle.formats.exits import DEBUG, PARENT
+from oracle.model.checkpoint import resolve
 
 HERE = "127.0.0.1"
 """What mlx.launch takes for this machine; it reaches any other name by ssh."""
@@ -38,6 +42,12 @@ tries for 15 s to reach a rank that does not listen, and would wait for ever to 
 PATIENCE = 5.0
 """Seconds in which mlx.launch may end the other ranks when one has failed. Here it takes 0.3; it
 would wait for a host that does not answer any more."""
+
+QUIET, TIMES = 120, 3
+"""A run in which no rank ends a call for QUIET seconds and TIMES the estimate of all of it is
+ended: no call takes longer than the whole, and the estimate is that of one process. MLX waits for
+ever for a host that says nothing more; ssh notices within a minute one that is gone (`launch`).
+"""
 
 _WARNING = b"[WARN]"
 _ENDED = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")
@@ -68,11 +78,16 @@ def hosts_of(path: Path) -> list[Host]:
         strict_json.typed(entry, Host, where=f"{path}: host {i}", remedy=remedy)
         for i, entry in enumerate(listed)
     ]
-    if lacks := next((i for i, host in enumerate(hosts) if not host.ips), None):
-        raise Refusal(f"host {lacks} has no ips, expected one or more", where=path, remedy=remedy)
-    if len(hosts) < 2 or hosts[0].ssh != HERE or not hosts[0].ips:
+    for i, host in enumerate(hosts):
+        if not host.ips:
+            raise Refusal(f"host {i} has no ips, expected one or more", where=path, remedy=remedy)
+    here = f'let the first be {{"ssh": "{HERE}", "ips": [...]}}'
+    if len(hosts) < 2:
         what = f"{len(hosts)} hosts, expected two or more of which the first is this machine"
-        raise Refusal(what, where=path, remedy=f'let it be {{"ssh": "{HERE}", "ips": [...]}}')
+        raise Refusal(what, where=path, remedy=here)
+    if hosts[0].ssh != HERE:
+        what = f"host 0 has ssh {brief(hosts[0].ssh)}, expected {HERE!r}, as it is this machine"
+        raise Refusal(what, where=path, remedy=here)
     return hosts
 
 
@@ -91,17 +106,24 @@ def launch(job: Job, path: str, module: str) -> None:
     words = ["--backend", "ring", "--starting-port", str(port), *where, "--"]
     words += child.command("mlxkv.engines.rank", path, module, job.device, str(threads))
     say(f"{module}: on {len(hosts)} ranks")
-    text = _run([*words, str(MEETING)], job.out)
+    text = _run([*words, str(MEETING)], job.out, _quiet(job, module), hosts)
     if os.environ.get(DEBUG):
         sys.stderr.write(text)
     if _ENDED.search(text) or not (job.out / "forward.txt").exists():
-        raise _failure(text, hosts, port)
+        raise _failure(text, hosts, port, job.out / SSH)
 
 
-def _run(words: list[str], out: Path) -> str:
+def _quiet(job: Job, module: str) -> float:
+    """Seconds for which the run may be silent."""
+    checkpoint = resolve(job.folder, ignore_keys=job.ignore_keys)
+    return QUIET + TIMES * Lane(job, module, checkpoint).seconds
+
+
+def _run(words: list[str], out: Path, quiet: float, hosts: list[Host]) -> str:
     """mlx.launch with these words until all ranks have ended: what it and they printed.
 
-    `out` is for its own files too, which it leaves where they are.
+    `out` is for its own files too, which it leaves where they are. A Refusal where for `quiet`
+    seconds no rank goes on.
     """
     environment = os.environ | {PARENT: str(os.getpid()), "TMPDIR": str(out)}
     with (out / "ranks.txt").open("w+b") as said:
@@ -115,7 +137,11 @@ def _run(words: list[str], out: Path) -> str:
             env=environment,
         )
         try:
-            _wait(process, out / "ranks.txt")
+            if not _wait(process, out / "ranks.txt", out / ALIVE, quiet):
+                others = ", ".join(sorted({host.ssh for host in hosts[1:]}))
+                what = f"no rank ended a call for {quiet:.0f} s, expected one"
+                remedy = f"see whether each host still answers ({others})"
+                raise Refusal(what, where="ranks", remedy=remedy)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -123,15 +149,24 @@ def _run(words: list[str], out: Path) -> str:
     return _COLOURS.sub("", (out / "ranks.txt").read_text(encoding="utf-8", errors="replace"))
 
 
-def _wait(process: subprocess.Popen[bytes], said: Path) -> None:
-    """Until mlx.launch ends, or PATIENCE after a rank failed."""
+def _wait(process: subprocess.Popen[bytes], said: Path, alive: Path, quiet: float) -> bool:
+    """Until mlx.launch ends, or PATIENCE after a rank failed; False where for `quiet` seconds none
+    went on.
+    """
     failed: float | None = None
+    last, since = 0, time.monotonic()
     while failed is None or time.monotonic() < failed + PATIENCE:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-            return
+            return True
         if failed is None and _WARNING in said.read_bytes():
             failed = time.monotonic()
+        now = alive.stat().st_mtime_ns if alive.exists() else 0
+        if now != last:
+            last, since = now, time.monotonic()
+        elif failed is None and time.monotonic() > since + quiet + (0 if last else MEETING):
+            return False
+    return True
 
 
 def free_ports(n: int) -> int:
@@ -147,8 +182,8 @@ def free_ports(n: int) -> int:
     raise Refusal(f"no {n} ports in a row are free", where="ranks", remedy="end what listens there")
 
 
-def _failure(text: str, hosts: list[Host], port: int) -> Refusal:
-    """Why the ranks ended, as they or mlx.launch said it."""
+def _failure(text: str, hosts: list[Host], port: int, ssh: Path) -> Refusal:
+    """Why the ranks ended, as they or mlx.launch said it, or what is in the file of ssh's words."""
     refusals = [line.removeprefix("error: ") for line in text.splitlines() if "error: " in line[:7]]
     if refusals:
         # All refuse what all see; rank 0 says it without its name.
@@ -159,6 +194,11 @@ def _failure(text: str, hosts: list[Host], port: int) -> Refusal:
     # mlx.launch ends the others by SIGTERM, and may say so first.
     rank, code = next((pair for pair in codes if pair[1] != -signal.SIGTERM), codes[0])
     where = f"rank {rank}" + (f" on {hosts[rank].ssh}" if hosts[rank].ssh != HERE else "")
+    if code == 255 and hosts[rank].ssh != HERE:  # which no rank of ours ends with
+        said = _last(ssh.read_text(errors="replace") if ssh.exists() else "")
+        what = "ssh ended with exit code 255, expected a connection until the run ends"
+        remedy = f"see that `ssh {hosts[rank].ssh} true` works without a password"
+        return Refusal(what, where=where, remedy=said or f"it said nothing; {remedy}")
     if code == -signal.SIGALRM:
         what = f"waited {MEETING} s for the others, expected every host to answer"
         remedy = f"see that they can reach each other at ports {port} and above"

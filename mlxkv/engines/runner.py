@@ -343,12 +343,13 @@ def follow(job: Job, label: str, begin: Callable[[Plan], tuple[PlanRunner, Meta]
     seconds, runs = 0.0, runs_of(job)
     with bar(label, sum(len(plan.steps) for plan, _, _ in runs)) as advance:
         for plan, path, repeat in runs:
-            runner, meta = begin(plan)
-            runner.run(advance)
-            seconds += runner.seconds
-            environment = dict(meta.environment) | runner.says()
-            made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
-            runner.write(path, replace(made, environment=environment))
+            with job.alone(plan):
+                runner, meta = begin(plan)
+                runner.run(advance)
+                seconds += runner.seconds
+                environment = dict(meta.environment) | runner.says()
+                made = replace(meta, plan=plan, outcomes=runner.outcomes, repeat=repeat)
+                runner.write(path, replace(made, environment=environment))
     job.write_seconds(seconds)
 
 

@@ -36,8 +36,9 @@ class Prompts:
 
     @property
     def longest(self) -> str:
-        """That with the longest sequence: what it does not exercise, few of the others do."""
-        return max(self.verdicts, key=lambda name: len(self.verdicts[name].subject.tokens))
+        """That of the longest sequence judged: what it does not exercise, few of the others do."""
+        by = {name: (bool(v.gates), len(v.subject.tokens)) for name, v in self.verdicts.items()}
+        return max(by, key=lambda name: by[name])
 
     @property
     def scopes(self) -> tuple[Scope, ...]:

@@ -6,6 +6,7 @@ limit that a long prompt exceeds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,23 @@ def read(path: Path) -> Asked:
     value = strict_json.read(path, remedy=_REMEDY)
     given = strict_json.of_format(value, _FORMAT, where=path, remedy=_REMEDY)
     return strict_json.typed(given, Asked, where=path, remedy=_REMEDY)
+
+
+def refusal(out: Path, error: Exception) -> str:
+    """The line that says why there is no answer in the folder `out`."""
+    return f"refused {out}: {' '.join(str(error).split())}"
+
+
+def read_refusals(path: Path, folders: Iterable[Path]) -> dict[Path, str]:
+    """Why there are no answers in some of the folders, by the lines that the oracle printed."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begins = {folder: f"refused {folder}: " for folder in folders}
+    return {
+        folder: line.removeprefix(begin)
+        for folder, begin in begins.items()
+        for line in lines
+        if line.startswith(begin)
+    }
 
 
 def estimate_json(estimate: Estimate) -> str:

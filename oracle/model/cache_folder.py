@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from oracle.formats.disk import held, own_folder
@@ -12,6 +13,8 @@ from oracle.formats.errors import Refusal
 
 _HELD: dict[str, tuple[Path, int]] = {}
 """The folders within the cache folder that this process uses, and the handles that say so."""
+_ENTRIES: dict[Path, int] = {}
+"""The entries of those folders that this process uses, and the handles that say so."""
 _ONE_AT_A_TIME = threading.Lock()  # two threads must not close one handle twice
 
 
@@ -36,7 +39,10 @@ def part(name: str) -> Path:
 
 
 def in_use(name: str) -> Path:
-    """`part`, which `mlxkv store clear` leaves alone until this process ends."""
+    """`part`; what is half written in it `mlxkv store clear` leaves alone until this process ends.
+
+    What is whole there is left alone where it is `hold`.
+    """
     folder = part(name)
     with _ONE_AT_A_TIME:
         before, handle = _HELD.get(name, (None, -1))
@@ -50,10 +56,22 @@ def in_use(name: str) -> Path:
     return folder
 
 
+def hold(path: Path) -> None:
+    """Keeps `mlxkv store clear` from an entry, if it is there, until this process ends."""
+    with _ONE_AT_A_TIME, suppress(OSError):
+        before = _ENTRIES.get(path)
+        if before is not None and os.path.samestat(os.fstat(before), path.stat()):
+            return
+        _ENTRIES[path] = held(path)
+        if before is not None:
+            os.close(before)
+
+
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of a converted model. If it is missing, `make` fills it, beside it until whole."""
-    models = in_use("models")
+    models = part("models")
     folder = models / name
+    hold(folder)
     if folder.is_dir():
         return folder
     try:
@@ -65,6 +83,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         if not folder.is_dir():  # else another process was first, and made the same bytes
             raise _unwritable(folder, error) from error
+    hold(folder)
     return folder
 
 

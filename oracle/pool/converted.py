@@ -90,6 +90,7 @@ def _kept(
 ) -> Path | None:
     """The file, made if it is missing or damaged; None where only memory has room for it."""
     path = path_of(weights.checkpoint, weights.dtype)
+    cache_folder.hold(path)
     if path.exists() and _whole(path, weights, odd):
         return path
     free = shutil.disk_usage(path.parent).free
@@ -101,6 +102,7 @@ def _kept(
         remedy = "free some space or name another cache folder in MLXKV_CACHE"
         raise Refusal(what, where=path.parent, remedy=remedy)
     _write(path, weights, odd, progress)
+    cache_folder.hold(path)
     return path
 
 

@@ -8,7 +8,7 @@ Axes: n tokens, E hidden, V vocabulary; R rows of one block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from oracle.formats.text import Lost
 from oracle.truth import llama
 from oracle.truth.config import Config
 from oracle.truth.stored import Layer
-from oracle.truth.weights import Weights
+from oracle.truth.weights import HEAD_BLOCK, Weights
 
 _BLOCK = 2**22  # float64 logits of one block: 32 MB, of which six stand in memory at once
 _WHOLE, _CHUNKED = "truth", "truth in chunks"
@@ -104,26 +104,44 @@ def _reduced(
     progress: Progress,
 ) -> tuple[dict[str, Lost], dict[str, float]]:
     """What each SPEC loses, and the proofs of the truth whose logits go to `out`."""
-    head, n = asked.weights.head(asked.config), len(asked.tokens)
+    times_head, n = _times_head(asked), len(asked.tokens)
     following = torch.tensor([*asked.tokens[1:], 0])  # what the last row says of 0 is left out
     found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in asked.ways}
     most = apart = 0.0
-    step = max(1, _BLOCK // len(head))
+    step = max(1, _BLOCK // asked.config.vocab_size)
     for start in range(0, n, step):
         progress("truth (float64), logits", start, n)
         rows = slice(start, start + step)
-        logits = llama.logits_of(hidden[_WHOLE][rows], head, _WHOLE, at=start)
+        logits = times_head(hidden[_WHOLE][rows], _WHOLE, start)
         if out is not None:
-            again = llama.logits_of(hidden[_CHUNKED][rows], head, _CHUNKED, at=start)
+            again = times_head(hidden[_CHUNKED][rows], _CHUNKED, start)
             apart = max(apart, float((again - logits).abs().max()))
             most = max(most, float(logits.abs().max()))
             _keep(out, rows, logits)
         true = torch.log_softmax(logits, dim=-1)
         for name, its in found.items():
-            other = llama.logits_of(hidden[name][rows], head, name, at=start)
+            other = times_head(hidden[name][rows], name, start)
             its.append(_rows(true, torch.log_softmax(other, dim=-1), following[rows]))
     lost = {name: _joined(its) for name, its in found.items()}
     return lost, {} if out is None else _proofs(apart, most, n)
+
+
+def _times_head(asked: Asked) -> Callable[[Tensor, str, int], Tensor]:
+    """What gives the logits (R, V) of what enters the head (R, E); see `llama.logits_of`.
+
+    A head of several blocks is widened anew for each block of rows: that of an 8B model would take
+    4.2 GB in float64.
+    """
+    weights, config = asked.weights, asked.config
+    if config.vocab_size * config.hidden <= HEAD_BLOCK:
+        head = weights.head(config)
+        return lambda rows, name, at: llama.logits_of(rows, head, name, at=at)
+
+    def of_blocks(rows: Tensor, name: str, at: int) -> Tensor:
+        blocks = weights.head_blocks(config)
+        return torch.cat([llama.logits_of(rows, block, name, at=at) for block in blocks], dim=1)
+
+    return of_blocks
 
 
 def _keep(out: Mapping[str, Array], rows: slice, logits: Tensor) -> None:

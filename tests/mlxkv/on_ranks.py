@@ -26,7 +26,8 @@ TOKENS = models.ids(9)
 def follow(job: Job, ranks: Ranks) -> None:
     asked = json.loads(job.custom)
     if "dies" in asked:
-        die(ranks)
+        ranks.require_alike(resolve(job.folder))
+        die(ranks, signal.SIGSTOP if asked["dies"] == "stops" else signal.SIGKILL)
     shared = Path(asked["shared"])
     seen = {f"{Path(f).name} {dtype}": look(f, dtype, ranks, shared) for f, dtype in asked["of"]}
     if "large" in asked:
@@ -35,12 +36,12 @@ def follow(job: Job, ranks: Ranks) -> None:
     job.write_seconds(0.0)
 
 
-def die(ranks: Ranks) -> None:
-    """Rank 1 ends while the others wait for it."""
+def die(ranks: Ranks, how: int) -> None:
+    """Rank 1 ends, or stops, while the others wait for it."""
     import mlx.core as mx
 
     if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
     mx.eval(mx.distributed.all_sum(mx.array([1.0]), group=ranks.group))
 
 

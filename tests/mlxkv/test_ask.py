@@ -10,6 +10,8 @@ import pytest
 
 from mlxkv.commands.compare import ask
 from mlxkv.engines import oracle
+from oracle.formats import questions
+from oracle.formats.errors import AlreadySaid, Refusal
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 
@@ -40,3 +42,34 @@ def test_no_probe_is_asked_for_whose_cache_would_lie_on_both_sides_of_longropes_
     with pytest.raises(Asked):
         ask.ask([ask.Request(model=str(folder), tokens=(1, 2, 3), steps=2)])
     assert [probe is not None for probe in found] == [has]
+
+
+def test_a_prompt_that_the_oracle_refuses_is_told_apart_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers that the same process made are there."""
+
+    def start(words: list[str], *, stdout: Path) -> None:
+        asked = questions.read(Path(words[2])).questions
+        stdout.write_text(questions.refusal(Path(asked[1].out), Refusal("odd", where="pool")))
+        raise AlreadySaid
+
+    def kept(place: Any, _: Any = None) -> oracle.Answer:
+        return oracle.Answer(place.folder, None, None)  # type: ignore[arg-type]
+
+    folder = models.save(tmp_path / "model", models.config("gqa"))
+    monkeypatch.setattr(oracle.process, "start", start)
+    monkeypatch.setattr(oracle._Place, "answer", kept)
+    monkeypatch.setattr(ask, "_kept", lambda _, found: found)
+    monkeypatch.setattr(oracle, "require_torch", lambda **_: None)
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+    prompts = {"a": (1, 2), "b": (3, 4, 5), "c": (6,)}
+    found = ask.ask(
+        [
+            ask.Request(model=str(folder), name=name, tokens=ids, steps=1, quick=True)
+            for name, ids in prompts.items()
+        ]
+    )
+    assert len(found.each) == 2
+    why = "the oracle refused it: pool: odd"
+    assert found.refused == (ask.Untold("b", why, (3, 4, 5), 3),)

@@ -629,6 +629,10 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing_half_written(
         pytest.fail("the comparison was over before the interrupt; give it more to do")
     assert process.returncode in (130, -signal.SIGINT), errors
     assert "Traceback" not in errors
+    said = "interrupted: nothing was finished that is kept; the same command begins anew"
+    *notes, last = [line for line in errors.splitlines() if line] or [""]
+    assert last == said or not (moment or last)
+    assert all(note.startswith("oracle: ") for note in notes)
     assert files(tmp_path / "out") == []
     assert list((tmp_path / "cache").rglob("*.part")) == []
     assert files(tmp_path / "cache" / "runs") == []
@@ -675,13 +679,15 @@ def test_a_terminated_comparison_stops_its_engines_and_leaves_no_traces(
         str(tmp_path / "out"),
     ]
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     runs = tmp_path / "cache" / "runs"
     while process.poll() is None and not list(runs.glob("*/float64/job.json")):
         time.sleep(0.01)
     process.terminate()
-    assert process.wait(timeout=30) == 143
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert re.fullmatch("interrupted: .*; the same command .*\n", errors)
     assert list(runs.iterdir()) == []
     lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
     assert [line for line in lines if str(runs).encode() in line] == []

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -278,6 +279,24 @@ def run(file: Path, folder: Path, plan: Plan) -> custom.OwnRunner:
     return custom.OwnRunner(
         custom.load(source, str(folder), "float32"), plan, name=source.name, vocab=40
     ).run()
+
+
+def test_a_call_that_takes_places_gives_their_rows_alone(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call = "def __call__(self, tokens, cache):"
+    head = 'self.linear("lm_head", self.norm("model.norm", x'
+    chooses = (call, call.replace("cache", "cache, places"))
+    mine = written(tmp_path / "some", chooses, (head, f"{head}[:, places]"))
+    plan = replace(judged_plans(SEQUENCE, prompt=5)["mixed"], rows=(0, 4, 9, 20))
+    rows = [run(file, folder_of("gqa"), plan).arrays()["logits"] for file in (OWN, mine)]
+    assert rows[0].shape == (4, 40)
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-5)
+    every = written(tmp_path / "every", chooses)
+    with pytest.raises(
+        Refusal, match=r"gave \[1, \d, 40\] float32, expected \[1, 1, 40\] of floats"
+    ):
+        run(every, folder_of("gqa"), plan)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,13 @@ def test_an_engine_that_computes_every_row_takes_more(folder: Path, tmp_path: Pa
 
     kept = estimate.bytes_of(job, checkpoint)
 
-    assert estimate.bytes_of(job, checkpoint, every_row=True) - kept == 2000 * 8192 * 4
+    assert estimate.bytes_of(job, checkpoint, rows="all") - kept == 2000 * 8192 * 4
+    assert estimate.bytes_of(job, checkpoint, rows="some") - kept == 2000 * 8192 * 4
+    plan = replace(judged_plans(models.ids(4000), prompt=3990)["full"], rows=(3999,))
+    job = replace(job, plans=(plan,))
+    kept = estimate.bytes_of(job, checkpoint)
+    some = estimate.LEAST + 1
+    assert estimate.bytes_of(job, checkpoint, rows="some") - kept == some * 8192 * 4
 
 
 def test_the_ports_own_blocks_are_those_that_are_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -176,7 +177,8 @@ def test_a_lane_that_was_finished_before_an_interrupt_is_not_followed_again(
     with pytest.MonkeyPatch.context() as patch:
         interrupted(patch, "float64")
         done = compare(tiny, answer, out)
-    assert (done.returncode, done.stdout) == (130, "")
+    said = "interrupted: 1 run of the engine is kept; the same command goes on from there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
     assert not out.exists()
     assert list((cache / "runs").iterdir()) == []
     (kept,) = (cache / "lanes").iterdir()
@@ -296,7 +298,10 @@ def test_prompts_that_were_judged_before_an_interrupt_are_not_judged_again(
         patch.setattr(batches, "MOST", 1)
         interrupted(patch, "float64-1")
         begun.clear()
-        assert mlxkv("compare", tiny, *given).returncode == 130
+        done = mlxkv("compare", tiny, *given)
+    kept = "4 answers of the oracle and 3 runs of the engine and 1 judged prompt are kept"
+    said = f"interrupted: {kept}; the same command goes on from there\n"
+    assert (done.returncode, done.stderr) == (130, said)
     assert begun == ["run-probe", "float64-probe", "run-0", "float64-0", "run-1"]
     assert not out.exists()
     assert len(lines.read_text().splitlines()) == 1
@@ -348,7 +353,10 @@ def test_prompts_that_the_oracle_answered_before_an_interrupt_are_not_asked_agai
     monkeypatch.setattr(oracle.questions, "write", told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process.Process, "wait", interrupt)
-        assert mlxkv("compare", tiny, *given, "--out", tmp_path / "out").returncode == 130
+        done = mlxkv("compare", tiny, *given, "--out", tmp_path / "out")
+    assert done.returncode == 130
+    said = "interrupted: [1-3] answers? of the oracle (is|are) kept; the same command goes on .*"
+    assert re.fullmatch(said, done.stderr.splitlines()[-1])
     made = {path.parent.name for path in cache.glob("oracle/[0-9a-f]*/manifest.json")}
     assert [path for path in (cache / "oracle").iterdir() if path.name not in made] == []
     assert mlxkv("compare", tiny, *given, "--out", tmp_path / "out").returncode == 0

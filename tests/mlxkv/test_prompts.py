@@ -5,12 +5,14 @@ refused before all.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import command
 import numpy as np
+import own_llama
 import pytest
 from synthetic import PROMPT, make_algebra, make_candidates, make_case
 
@@ -400,3 +402,43 @@ def test_drawn_ids_are_the_same_everywhere_and_within_the_vocabulary() -> None:
     assert ids[:4] == (44856, 31969, 38638, 7051)
     assert len(set(ids)) > 1000
     assert max(prompts.drawn(200, vocab_size=40)) == 39
+
+
+def test_a_prompt_that_the_engine_cannot_follow_leaves_the_others_their_verdicts(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One at which its code raises, and one at which its process dies."""
+    text, call = Path(own_llama.__file__).read_text(), "    def __call__(self, tokens, cache):\n"
+    assert text.count(call) == 1
+    broken = "        ids = tokens.tolist()[0]\n"
+    broken += "        if 33 in ids:\n            raise ValueError(33)\n"
+    broken += "        if 34 in ids:\n            os._exit(7)\n"
+    (tmp_path / "mine.py").write_text("import os\n" + text.replace(call, call + broken))
+    lines = (
+        '{"tokens": [3, 7, 11, 2, 19], "name": "one"}\n'
+        '{"tokens": [5, 33, 8, 30, 2, 9], "name": "raises"}\n'
+        '{"tokens": [34, 1, 8], "name": "dies"}\n{"tokens": [5, 1, 8], "name": "last"}\n'
+    )
+    given = ["--prompts", written(tmp_path, lines), "--engine", f"{tmp_path / 'mine.py'}:load"]
+    given += ["--quick", "--steps", "1", "--jsonl", tmp_path / "lines", "--out", tmp_path / "out"]
+    done = mlxkv("compare", folder_of("gqa"), *given, cache=tmp_path / "cache")
+    assert done.returncode == 2, done.stdout + done.stderr
+    value = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [(one["name"], one["outcome"], one["tokens"]) for one in value["prompts"]] == [
+        ("one", "agree", 5),
+        ("raises", "cannot tell", 6),
+        ("dies", "cannot tell", 3),
+        ("last", "agree", 3),
+    ]
+    why = {one["name"]: one["reasons"] for one in value["prompts"]}
+    assert (why["one"], why["last"]) == ([], [])
+    for name, words in {"raises": "failed with ValueError: 33 ", "dies": "exit code 7"}.items():
+        (reason,) = why[name]
+        assert re.match(rf"plan \w+: mine\.py:load: .*{words}", reason), reason
+        assert f"cannot tell: {reason}" in (tmp_path / "out" / name / "compare.md").read_text()
+        assert f"  cannot tell: {reason}\n" in done.stdout
+    told = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert {one["name"]: (one["outcome"], one["reasons"]) for one in told} == {
+        one["name"]: (one["outcome"], one["reasons"]) for one in value["prompts"]
+    }
+    assert re.search("; of 4 prompts the worst is (raises|dies)\n", done.stdout)

@@ -149,6 +149,22 @@ def test_compare_judges_an_engine_on_ranks(engine: str, tmp_path: Path, answer: 
     assert ("algebra (float64)" in gates) == (engine == "port")
 
 
+def test_locate_reads_what_ranks_get_wrong_from_their_cache(tmp_path: Path) -> None:
+    """mlx-lm loses a theta that stands in rope_parameters alone."""
+    config = models.config("gqa")
+    del config["rope_theta"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    folder = models.save(tmp_path / "model", config)
+    words = ["--tokens", "3,7,11,2,19,5", "--steps", 1, "--quick", "--engine", "mlx-lm"]
+
+    done = mlxkv("locate", folder, *words, "--ranks", 2, "--json", "--out", tmp_path / "out")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["outcome"] == "located"
+    assert (found["layer"], found["tap"]) == (0, "keys")
+
+
 def test_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", **NINE))
     of = job(tmp_path / "out", {"dies": "killed"}, folder, ranks=3)
@@ -203,6 +219,57 @@ def test_a_host_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert running(tmp_path) == []
 
 
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> dict[str, Any]:
+    """A run's hostfile with another host, which is this one, that this script of ssh's reaches."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/bash\n{script}\n")
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "far", "ips": ["127.0.0.1"]}]
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    return {"hostfile": str(tmp_path / "hosts.json")}
+
+
+def test_a_host_that_goes_silent_in_the_middle_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank stops once the ranks have met, and says nothing more."""
+    folder = models.save(tmp_path / "model", models.config("gqa", **NINE))
+    hosts = far(tmp_path, monkeypatch, 'exec env -u MLXKV_PARENT bash -c "${@: -1}"')
+    monkeypatch.setattr(ranks, "QUIET", 1)
+    monkeypatch.setattr(ranks, "TIMES", 0)
+    of = job(tmp_path / "out", {"dies": "stops"}, folder, **hosts)
+
+    with pytest.raises(Refusal) as caught:
+        ranks.launch(of, str(of.save()), "on_ranks")
+
+    assert str(caught.value) == (
+        "ranks: no rank ended a call for 1 s, expected one; see whether each host still answers "
+        "(far)"
+    )
+    assert (tmp_path / "out" / "alive.txt").exists()
+    assert running(tmp_path) == []
+
+
+@pytest.mark.parametrize("said", ["ssh: connect to host far port 22: Connection refused", ""])
+def test_a_ssh_that_fails_is_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    folder = models.save(tmp_path / "model", models.config("gqa", **NINE))
+    hosts = far(tmp_path, monkeypatch, f"echo '{said}' >&2; exit 255")
+    monkeypatch.setattr(ranks, "PATIENCE", 0.5)
+    of = job(tmp_path / "out", {"of": []}, folder, **hosts)
+
+    with pytest.raises(Refusal) as caught:
+        ranks.launch(of, str(of.save()), "on_ranks")
+
+    why = f"its last line was: {said}" if said else "it said nothing; see that `ssh far true` works"
+    what = "rank 1 on far: ssh ended with exit code 255, expected a connection until the run ends"
+    assert str(caught.value).startswith(f"{what}; {why}")
+    assert running(tmp_path) == []
+
+
 def test_what_is_interrupted_leaves_no_rank_behind(tmp_path: Path) -> None:
     folder = models.save(tmp_path / "model", models.config("gqa", **NINE))
     of = job(tmp_path / "out", {"dies": "waits"}, folder, ranks=2)
@@ -226,7 +293,8 @@ def test_what_is_interrupted_leaves_no_rank_behind(tmp_path: Path) -> None:
         ([HOST], "1 hosts, expected two or more of which the first is this machine"),
         ([HOST, {"ips": []}], "host 1"),
         ([HOST, {"ssh": "far"}], "host 1 has no ips"),
-        ([{"ssh": "far", "ips": ["10.0.0.1"]}, HOST], "the first is this machine"),
+        ([{"ssh": "far", "ips": ["10.0.0.1"]}, HOST], "host 0 has ssh 'far', expected '127.0.0.1'"),
+        ([{"ssh": "127.0.0.1"}, HOST], "host 0 has no ips"),
         ([HOST, HOST | {"port": 1}], "unknown key 'port'"),
     ],
 )

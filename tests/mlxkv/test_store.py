@@ -143,18 +143,49 @@ def process(code: str) -> Iterator[None]:
         running.communicate("\n")
 
 
-@pytest.mark.parametrize("kind", ["models", "oracle", "suspects"])
-def test_what_a_running_process_uses_is_left_alone(cache: Path, kind: str) -> None:
-    code = f"from oracle.model import cache_folder\ncache_folder.in_use({kind!r})"
-    kept = {name for name in OURS if name.startswith(kind) and name != UNFINISHED}
+def test_what_a_running_process_uses_is_left_alone_and_the_rest_of_its_kind_goes(
+    cache: Path,
+) -> None:
+    other = f"oracle/{'ab' * 16}"
+    (cache / other).mkdir()
+    (cache / WEIGHTS).parent.mkdir()
+    (cache / WEIGHTS).write_bytes(b"x")
+    kept = {MODEL, ANSWER, SUSPECTS, WEIGHTS}
+    code = "from pathlib import Path\nfrom oracle.model.cache_folder import hold, in_use\n"
+    code += f"in_use('oracle')\n[hold(Path({str(cache)!r}) / name) for name in {sorted(kept)}]"
     with process(code), process(code):
         in_use = {entry["name"] for entry in listed()["entries"] if entry["in_use"]}
         done = mlxkv("store", "clear", "--yes")
-        assert (done.returncode, in_use, left(cache)) == (0, kept, kept)
-        for name in kept:
-            assert f"left: {name} is in use by a running process\n" in done.stdout
+        assert (done.returncode, in_use, left(cache)) == (0, kept, kept - {WEIGHTS})
+        assert (cache / WEIGHTS).exists()
+        said = {f"left: {name} is in use by a running process" for name in kept}
+        assert set(done.stdout.splitlines()[:-1]) == said
     mlxkv("store", "clear", "--yes")
     assert left(cache) == set()
+    assert not (cache / WEIGHTS).exists()
+
+
+def test_an_entry_that_was_made_anew_is_held_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path))
+    entry = cache_folder.part("oracle") / HEX
+    cache_folder.hold(entry)  # which is not there
+    for _ in range(2):
+        entry.mkdir()
+        cache_folder.hold(entry)
+        with disk.unheld(entry) as free:
+            assert not free
+        entry.rename(tmp_path / os.urandom(4).hex())
+
+
+@pytest.mark.parametrize("command", ["list", "clear"])
+def test_a_cache_folder_that_is_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "file"))
+    refused(mlxkv("store", command), f"{tmp_path / 'file'}: it is a file, expected a folder")
 
 
 def test_scratch_folders_and_an_answer_in_the_making_are_left_to_their_process(cache: Path) -> None:
@@ -262,10 +293,12 @@ def test_converted_weights_and_what_a_run_that_broke_off_had_finished_are_cleare
         ("converted", "weights in bfloat16, left half written", 10),
         ("lanes", "finished by a run that broke off", 10),
     ]
-    handle = disk.held(cache / "converted")
-    done = mlxkv("store", "clear", "--kind", "converted", "--yes")
-    assert done.stdout.startswith(f"left: {WEIGHTS}") or "is in use" in done.stdout
-    assert (cache / WEIGHTS).exists()
+    half = next((cache / "converted").glob("*.part"))
+    handle = disk.held(cache / "converted")  # as one that writes into it
+    entries = [e for e in listed()["entries"] if e["in_use"]]
+    assert [e["name"] for e in entries] == [str(half.relative_to(cache))]
+    done = mlxkv("store", "clear", "--kind", "converted", "--older-than", "1h", "--yes")
+    assert (done.stdout[:9], half.exists()) == ("removed 0", True)
     os.close(handle)
     done = mlxkv("store", "clear", "--kind", "converted", "--kind", "lanes", "--yes")
     assert done.stdout.startswith("removed 3 of 3 entries, freed 30 bytes")

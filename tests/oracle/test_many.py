@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 from command import oracle, refused
 
-from oracle import many
+from oracle import answer, many
 from oracle.formats import questions
+from oracle.formats.errors import Refusal
 from oracle.formats.questions import Asked, One
 from oracle.formats.run_folder import read_manifest, read_plans
+from oracle.question import Question
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,40 @@ def test_the_rest_is_estimated_by_the_speed_of_what_is_done() -> None:
         " (2 of 10)",
         " (4 of 10, about 14 s left)",
     ]
+
+
+def test_one_that_is_refused_leaves_the_others_and_says_why(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = answer.one
+
+    def one(question: Question, *given: Any, **named: Any) -> Any:
+        if question.tokens[0] == 7:
+            raise Refusal("its logits\nare odd", where="pool")
+        return right(question, *given, **named)
+
+    monkeypatch.setattr(answer, "one", one)
+    places = {name: tmp_path / name for name in ("a", "b", "c")}
+    asked = [One(str(places["a"]), tokens=(7, 3)), One(str(places["b"]), tokens=(3, 7))]
+    path = written(tmp_path, model, *asked, One(str(places["c"]), tokens=(7, 7)))
+    done = oracle("many", path)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[0] == str(places["b"])
+    (tmp_path / "printed").write_text(done.stdout)
+    why = {places["a"]: "pool: its logits are odd", places["c"]: "pool: its logits are odd"}
+    assert questions.read_refusals(tmp_path / "printed", places.values()) == why
+
+
+@pytest.mark.parametrize(("n", "measured"), [(1000, 548e6), (8000, 1350e6)])
+def test_memory_has_what_attention_takes_and_is_within_half_of_what_was_measured(
+    tmp_path: Path, n: int, measured: float
+) -> None:
+    """Nine heads in two layers; measured as the largest of ten samples a second."""
+    sizes: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes |= {"hidden_size": 576, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 2000, "max_position_embeddings": 9000}
+    folder = models.make(tmp_path / "model", "gqa", **sizes)
+    path = written(tmp_path, folder, One(str(tmp_path / "a"), tokens=(1,) * n, steps=3))
+    (tmp_path / "estimate.json").write_text(many.estimate(path))
+    said = questions.read_estimate(tmp_path / "estimate.json").memory_bytes
+    assert measured / 1.5 < said < measured * 1.5

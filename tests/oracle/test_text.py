@@ -15,6 +15,7 @@ from oracle.formats import text
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import resolve
 from oracle.truth import llama, losses
+from oracle.truth import weights as truth_weights
 from oracle.truth.config import checked
 from oracle.truth.weights import Weights
 
@@ -467,3 +468,31 @@ def test_a_folder_of_other_sources_is_not_added_to(model, ids, folder, monkeypat
     monkeypatch.setattr(text.run_folder, "sources", dict)
     with pytest.raises(Refusal, match=r"made of inputs .* or make it anew with --force"):
         texts.make(str(model["gqa"]), ids=ids, out=folder, specs=["float16"], threads=1)
+
+
+@pytest.mark.parametrize("name", ["gqa", "untied"])
+def test_a_large_head_is_widened_a_block_at_a_time(model, ids, whole, tmp_path, monkeypatch, name):
+    sizes = []
+    right = truth_weights.Weights.__call__
+
+    def told(self, of, **more):
+        made = right(self, of, **more)
+        if of == truth_weights.head_name(config) and len(made) != N:  # the rows of the tokens
+            sizes.append(made.numel())
+        return made
+
+    config = checked(resolve(str(model[name])))
+    most = config.hidden * 7
+    assert most < config.vocab_size * config.hidden
+    for module in (truth_weights, losses):
+        monkeypatch.setattr(module, "HEAD_BLOCK", most)
+    monkeypatch.setattr(truth_weights.Weights, "__call__", told)
+    specs = SPECS[:1]
+    texts.make(str(model[name]), ids=ids, out=tmp_path / "text", specs=specs, threads=1)
+    assert sizes
+    assert max(sizes) <= most
+    blocks, once = (text.read(folder) for folder in (tmp_path / "text", whole(name)))
+    np.testing.assert_allclose(blocks.logits, once.logits, atol=1e-6)
+    for key in ("kl", "p_right", "p_right_truth"):
+        found, expected = (getattr(of.stored[specs[0]], key) for of in (blocks, once))
+        np.testing.assert_allclose(found, expected, atol=1e-12)

@@ -18,7 +18,7 @@ from mlxkv.port.config.llama import LlamaConfig
 from mlxkv.port.config.rope import Rope
 from mlxkv.port.part import require_splits
 from oracle.formats import rows, run_folder
-from oracle.formats.errors import Refusal
+from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.plan import Plan
 from oracle.model import tokenizer as tokenizers
 from oracle.model.checkpoint import Checkpoint, is_neighbour, require_llama, resolve
@@ -82,11 +82,25 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Untold:
+    """One of several sequences that could not be judged: why, and its tokens, as far as known."""
+
+    name: str
+    reason: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
-    """The answer to each request, and that on the model's probe; None where there is none."""
+    """The answer to each request, and that on the model's probe; None where there is none.
+
+    `refused` are those that the oracle has none to.
+    """
 
     each: tuple[Answer, ...]
     probe: Answer | None
+    refused: tuple[Untold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +128,15 @@ def ask(requests: Sequence[Request]) -> Answers:
     else:
         say(f"oracle: {len(requests)} prompts on {name}")
     found, probe = oracle.ask_all(asked.questions, asked.probe, fresh=first.fresh)
-    each = tuple(_kept(asked.checkpoint, one) for one in found)
-    return Answers(each, None if probe is None else _kept(asked.checkpoint, probe))
+    each = tuple(_kept(asked.checkpoint, one) for one in found if isinstance(one, oracle.Answer))
+    if not each:
+        raise AlreadySaid
+    refused = tuple(
+        Untold(str(of.name), f"the oracle refused it: {why}", its.tokens, its.prompt_tokens)
+        for of, its, why in zip(requests, asked.questions, found, strict=True)
+        if isinstance(why, str)
+    )
+    return Answers(each, None if probe is None else _kept(asked.checkpoint, probe), refused)
 
 
 def asking(requests: Sequence[Request]) -> Asked:

@@ -17,19 +17,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mlxkv.commands.compare.ask import Answer, Answers, Request, ask
+from mlxkv.commands.compare.ask import Answer, Answers, Request, Untold, ask
 from mlxkv.commands.compare.follow import Engine, Runs, find, followed, lanes_of, probed
 from mlxkv.engines import estimate, lanes
-from mlxkv.engines.lanes import Lane
+from mlxkv.engines.lanes import Lane, Room
 from mlxkv.engines.progress import bar
 from oracle.formats import disk, strict_json
+from oracle.formats.errors import Refusal
 
 MOST = 2 * 10**9
 """Bytes of traces of a batch. Of the default model 25 prompts of 24 tokens leave as many, and the
 engine's start, which each batch costs once, takes 2 s of about a minute."""
 
-FILES = 24
-"""Files that a sequence may hold open, its traces and its oracle folder: 38 prompts held 616."""
+FILES = 25
+"""Files that a sequence may hold open: its traces and its oracle folder, of which 38 prompts held
+616, and the handle that keeps the folder.
+"""
 
 _FILE = "judged.msgpack"
 T = TypeVar("T")
@@ -59,16 +62,17 @@ def batches(
     *,
     kind: type[T],
     about: Sequence[str] = (),
-) -> Generator[T, None, None]:
+) -> Generator[T | Untold, None, None]:
     """What `judge` makes of each request's runs, in order; its name, and whether it is the longest,
-    are given too.
+    are given too. Those that the oracle refused come first.
 
     `kind` is what it makes, and `about` what that depends on beside the runs and our sources.
     """
-    engine = find(requests[0])
+    engine = replace(find(requests[0]), several=True)
     disk.allow_open(FILES * (len(requests) + 4))
     answers = ask(requests)
-    named = [(str(one.name), of) for one, of in zip(requests, answers.each, strict=True)]
+    yield from answers.refused
+    named = _named(requests, answers)
     longest = max(named, key=lambda one: one[1].case.length)[0]
     with lanes.room() as room:
         cut = _cut(engine, named, answers.probe, room.folder)
@@ -76,7 +80,7 @@ def batches(
         for some in cut:
             digest = some.digest(longest, *about)
             place = room.folder / f"judged{some.part}"
-            made = _read(place, kind) if room.resumed(digest, place) else []
+            made: list[Any] = _resumed(room, digest, place, kind)
             yield from made
             if not made:
                 asked = Answers(tuple(of for _, of in some.sequences), answers.probe)
@@ -84,13 +88,48 @@ def batches(
                 runs = followed(engine, asked, room, part=some.part, probe=probe)
                 with bar("judging", len(runs)) as advance:
                     for (name, _), one in zip(some.sequences, runs, strict=True):
-                        made.append(judge(name, one, name == longest))
+                        made.append(_judged(judge, name, one, longest=name == longest))
                         advance(1)
                         yield made[-1]
-                _write(place, made)
-                room.finish(digest, place)
+                _finish(room, digest, place, made)
             for lane in some.lanes.values():
                 room.drop(lane)
+
+
+def _named(requests: Sequence[Request], answers: Answers) -> list[tuple[str, Answer]]:
+    """The answers by their requests' names, in order."""
+    refused = [one.name for one in answers.refused]
+    answered = (str(one.name) for one in requests if str(one.name) not in refused)
+    return list(zip(answered, answers.each, strict=True))
+
+
+def _resumed(room: Room, digest: str | None, place: Path, kind: type[T]) -> list[T]:
+    """What a run that broke off had made; nothing where it had not."""
+    if not room.resumed(digest, place):
+        return []
+    made = _read(place, kind)
+    room.finish(digest, place, judged=len(made))
+    return made
+
+
+def _finish(room: Room, digest: str | None, place: Path, made: Sequence[object]) -> None:
+    """Keeps a batch for the next run; one of which not all could be judged is tried again."""
+    if not any(isinstance(one, Untold) for one in made):
+        _write(place, made)
+        room.finish(digest, place, judged=len(made))
+
+
+def _judged(
+    judge: Callable[[str, Runs, bool], T], name: str, runs: Runs, *, longest: bool
+) -> T | Untold:
+    why = runs.refused
+    try:
+        if not why:
+            return judge(name, runs, longest)
+    except Refusal as error:
+        why = str(error)
+    manifest = runs.case.manifest
+    return Untold(name, why, tuple(manifest.tokens), manifest.prompt_tokens)
 
 
 def _cut(

@@ -33,7 +33,8 @@ take 8.4, the probe's full 2.3 and its chunked 3.5, of which its first call is m
 class Engine:
     """Whose model is judged: its name, the module of its process, of a person's own the
     FILE.py:function, the cache that it runs on if not its usual one, and where: on a device, and in
-    `ranks` processes, or on the hosts in `hostfile`, that share the model.
+    `ranks` processes, or on the hosts in `hostfile`, that share the model. With `several` a
+    sequence that it cannot follow does not end the others; of ranks one that fails ends all.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Engine:
     device: str = "auto"
     ranks: int = 0
     hostfile: str = ""
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Runs:
     `arithmetic` are the engine's traces in the run's dtype, `algebra` the port's in float64, and
     `repeats` those of the plan that was followed a second time. `took` is what each process took,
     None where its result was there already. `cache` is the one that was named, if one was.
+    `refused` says why the sequence could not be followed, and then there are no traces of it.
     """
 
     engine: str
@@ -73,6 +76,7 @@ class Runs:
     probe: Probe | None
     took: dict[str, Finished | None]
     cache: Kind | None = None
+    refused: str = ""
 
     @property
     def assigned(self) -> Assigned:
@@ -169,6 +173,8 @@ def _name(engine: Engine) -> str | None:
 
 def _probe(answer: Answer, jobs: Sequence[Job], named: str | None) -> Probe:
     plans = _named([answer.plans], "probe-")[0]
+    if refused := _refused(jobs, plans):
+        raise Refusal(refused, where="the model's probe", remedy="--quick leaves it out")
     arithmetic, *algebra = (_traces(job, plans, named) for job in jobs)
     return Probe(answer.case, arithmetic, algebra[0] if algebra else ())
 
@@ -182,7 +188,9 @@ def _runs(
 ) -> tuple[Runs, ...]:
     """What the jobs left, sequence by sequence; the second job is the port's in float64."""
     plans, named = _named([of.plans for of in answers.each]), _name(engine)
-    each = [[_traces(job, some, named) for some in plans] for job in jobs]
+    refused = [_refused(jobs, some) for some in plans]
+    told = [[] if why else some for some, why in zip(plans, refused, strict=True)]
+    each = [[_traces(job, some, named) for some in told] for job in jobs]
     algebra = each[1] if len(jobs) > 1 else [()] * len(plans)
     if answers.probe is not None:
         probe = _probe(answers.probe, jobs, named)
@@ -194,10 +202,11 @@ def _runs(
             checkpoint=answer.checkpoint,
             arithmetic=each[0][i],
             algebra=algebra[i],
-            repeats=_repeats(jobs[0], plans[i], named),
+            repeats=_repeats(jobs[0], told[i], named),
             probe=probe,
             took={"oracle": answer.made, **took},
             cache=engine.cache,
+            refused=refused[i],
         )
         for i, answer in enumerate(answers.each)
     )
@@ -228,9 +237,8 @@ def of_plans(
     float32-accurate. The port's two share the cores where they run side by side: one thread does
     nearly as much as two where memory is the limit, and a GPU is not in the CPU's way.
     """
-    judged = [[plan for plan, _ in some] for some in _named(each)]
-    asked = [plan for some in judged for plan in some]
-    asked += [plan for plan, _ in _named([probe], "probe-")[0]]
+    judged = _named(each)
+    asked = [plan for some in (*judged, *_named([probe], "probe-")) for plan, _ in some]
     one = Job.on(
         checkpoint,
         asked,
@@ -241,7 +249,8 @@ def of_plans(
         hostfile=engine.hostfile,
         custom=engine.source,
         caches={plan.name: engine.cache.text for plan in asked} if engine.cache else {},
-        repeat=tuple(repeated(plans).name for plans in judged),
+        repeat=tuple(repeated(plan for plan, _ in some).name for some in judged),
+        several=engine.several and not (engine.ranks or engine.hostfile),
     )
     jobs = {engine.name: one}
     if engine.name == "port":
@@ -282,6 +291,14 @@ def _named(each: Sequence[Sequence[Plan]], prefix: str = "") -> list[list[_Named
         [(replace(plan, name=f"{front}{plan.name}"), plan.name) for plan in plans]
         for front, plans in zip(fronts, each, strict=True)
     ]
+
+
+def _refused(jobs: Sequence[Job], plans: Sequence[_Named]) -> str:
+    """Why the first of these plans that could not be followed could not; "" if all could."""
+    found = (
+        f"plan {name}: {why}" for job in jobs for plan, name in plans if (why := job.refused(plan))
+    )
+    return next(found, "")
 
 
 def _traces(job: Job, plans: Sequence[_Named], engine: str | None) -> tuple[Trace, ...]:

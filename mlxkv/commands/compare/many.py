@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.commands.compare import overview, page, prompts
-from mlxkv.commands.compare.ask import Request
+from mlxkv.commands.compare.ask import Request, Untold
 from mlxkv.commands.compare.batches import batches
 from mlxkv.commands.compare.follow import Runs
 from mlxkv.commands.compare.page import Compared
@@ -21,11 +21,13 @@ from mlxkv.engines.process import Finished
 from mlxkv.engines.progress import steps
 from mlxkv.judge.many import Prompts
 from mlxkv.judge.result import Verdict, plain
+from mlxkv.judge.unseen import NOTHING
 from mlxkv.report import plots
-from mlxkv.report.phrases import Side
+from mlxkv.report.phrases import Side, sentence
 from mlxkv.report.publish import Report
 from mlxkv.report.text import pretty
 from oracle.formats import disk
+from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import resolve
 
 LINE = "mlxkv-prompt/1"
@@ -47,29 +49,19 @@ class Judged:
     environments: dict[str, dict[str, Any]]
     took: dict[str, Finished | None]
 
-    def line(self) -> str:
-        """One line of JSON: the outcome, and the gate that is nearest to its limit or farthest
-        beyond, with its place.
-
-        `ratio` is value over limit: up to 1 the gate passes. Of a gate whose limit is 0, as that of
-        `finite`, it is the value, a number of positions. It is null where the value is no number,
-        as of keys or values that are not finite.
-        """
-        worst = self.verdict.nearest
-        value = {
-            "format": LINE,
-            "name": self.name,
-            "outcome": self.verdict.outcome,
-            "tokens": len(self.verdict.subject.tokens),
-            "gate": worst and worst.name,
-            "plan": worst and worst.plan,
-            "ratio": worst and worst.badness,
-            "position": worst and worst.position,
-            "layer": worst and worst.layer,
-            "head": worst and worst.head,
-            "took": self.took,
-        }
-        return json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n"
+    def untold(self, one: Untold) -> Judged:
+        """What stands for a prompt of the same run that could not be judged."""
+        its = self.verdict.subject
+        subject = replace(its, tokens=one.tokens, prompt_tokens=one.prompt_tokens)
+        reasons, against = (one.reason,), self.verdict.against
+        verdict = Verdict(
+            "cannot tell", (), (), subject, reasons=reasons, unseen=NOTHING, against=against
+        )
+        title = f"# {its.engine} against transformers: {its.model}, {its.dtype}, {one.name}"
+        page = f"{title}\n\n**{sentence(verdict)}**\n"
+        files = {"compare.json": pretty(verdict.to_json()), "compare.md": page}
+        took: dict[str, Finished | None] = dict.fromkeys(self.took)
+        return replace(self, name=one.name, verdict=verdict, files=files, took=took)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +70,12 @@ class Overview:
 
     prompts: Prompts
     judged: Mapping[str, Judged]
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Files of an earlier run that no prompt of this one has."""
+        svg = "compare.svg"
+        return tuple(f"{name}/{svg}" for name, of in self.judged.items() if svg not in of.files)
 
     @property
     def first(self) -> Judged:
@@ -107,18 +105,47 @@ def report(
 ) -> Report:
     """Runs and judges each prompt of a file, or the built-in ones: a report of each, one of all.
 
-    A line of JSON for each goes into the file `lines` as soon as it is judged.
+    A line of JSON for each goes into the file `lines` as soon as it is judged, or could not be.
     """
     with _written(lines) as write:
         commands, given = [command], prompts.named(source)
-        found = compare(request, given, commands=commands, each=lambda one: write(one.line()))
+        found = compare(request, given, commands=commands, each=lambda one: write(line(one)))
     where, sides = str(out / "compare.md"), found.first.sides
     text = overview.console(found.prompts, sides=sides, report=where)
     # What the engine's processes took is shared by all.
     took: dict[str, Any] = {"took": {name: one.took for name, one in found.judged.items()}}
     took["together_bytes"] = memory.together()
     files = found.files(commands=commands)
-    return Report(files, text, pretty(found.to_json() | took), found.prompts.exit_code)
+    code = found.prompts.exit_code
+    return Report(files, text, pretty(found.to_json() | took), code, found.stale)
+
+
+def line(one: Judged | Untold) -> str:
+    """One line of JSON: the outcome and what leaves it open, and the gate that is nearest to its
+    limit or farthest beyond, with its place.
+
+    `ratio` is value over limit: up to 1 the gate passes. Of a gate whose limit is 0, as that of
+    `finite`, it is the value, a number of positions. It is null where the value is no number, as of
+    keys or values that are not finite.
+    """
+    worst = one.verdict.nearest if isinstance(one, Judged) else None
+    value: dict[str, Any] = {"format": LINE, "name": one.name}
+    if isinstance(one, Untold):
+        value |= {"outcome": "cannot tell", "reasons": [one.reason], "tokens": len(one.tokens)}
+    else:
+        verdict = one.verdict
+        value |= {"outcome": verdict.outcome, "reasons": verdict.reasons}
+        value |= {"tokens": len(verdict.subject.tokens)}
+    value |= {
+        "gate": worst and worst.name,
+        "plan": worst and worst.plan,
+        "ratio": worst and worst.badness,
+        "position": worst and worst.position,
+        "layer": worst and worst.layer,
+        "head": worst and worst.head,
+        "took": one.took if isinstance(one, Judged) else None,
+    }
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 @contextmanager
@@ -148,9 +175,12 @@ def compare(
     given: Sequence[Prompt],
     *,
     commands: Sequence[str],
-    each: Callable[[Judged], object] = lambda _: None,
+    each: Callable[[Judged | Untold], object] = lambda _: None,
 ) -> Overview:
-    """Judges the prompts, and shows `each` as it is judged; `commands` stand in their reports."""
+    """Judges the prompts, and shows `each` as it is judged; `commands` stand in their reports.
+
+    One that cannot be judged is "cannot tell" beside the others; a Refusal where none can be.
+    """
 
     def judge(name: str, runs: Runs, longest: bool) -> Judged:
         # What the longest cannot show, the others hardly do; the oracle takes seconds for each.
@@ -159,11 +189,23 @@ def compare(
         return _judged(name, compared, files)
 
     plots.load_aside()
-    found = dict[str, Judged]()
-    with closing(batches(_requests(request, given), judge, kind=Judged, about=commands)) as made:
-        for one in made:
-            found[one.name] = one
+    made = list[Judged | Untold]()
+    with closing(batches(_requests(request, given), judge, kind=Judged, about=commands)) as some:
+        for one in some:
+            made.append(one)
             each(one)
+    return _overview(made, [one.name for one in given])
+
+
+def _overview(made: Sequence[Judged | Untold], names: Sequence[str]) -> Overview:
+    """All of them, in the order of the names."""
+    first = next((one for one in made if isinstance(one, Judged)), None)
+    if first is None:
+        untold = [one for one in made if isinstance(one, Untold)]
+        more = f" (and {len(untold) - 1} more prompts)" if untold[1:] else ""
+        raise Refusal(f"{untold[0].reason}{more}", where=f"prompt {untold[0].name}")
+    known = {one.name: one if isinstance(one, Judged) else first.untold(one) for one in made}
+    found = {name: known[name] for name in names}
     return Overview(Prompts({name: one.verdict for name, one in found.items()}), found)
 
 

@@ -48,7 +48,9 @@ def report(request: Request, *, candidates: Sequence[Path] = (), out: Path, comm
     third = [trace.read(path) for path in candidates]
     with comparing.run([request]) as (runs,):
         suspects = Suspects(runs)
-        found, case = _port(runs, suspects) if runs.algebra else (None, runs.case)
+        # The port that is looked into runs in one process, where a fault of the split is not.
+        inside = runs.algebra and not request.shared_by
+        found, case = _port(runs, suspects) if inside else (None, runs.case)
         if found is None and request.engine not in ("port", "mlx-lm"):
             found, case = _own(runs, suspects, own.find(request.engine))
         if found is None:
