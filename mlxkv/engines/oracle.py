@@ -101,6 +101,21 @@ def ask_both(
     return found, probed
 
 
+def ask_pairs(
+    pairs: Sequence[tuple[Question, Question | None]],
+) -> list[tuple[Answer, Answer | None]]:
+    """As `ask_both` of each pair, whatever model it is about, by one process of the oracle."""
+    require_torch()
+    wanted = {one.digest: one for pair in pairs for one in pair if one is not None}
+    answers = dict[str, Answer]()
+    for first in range(0, len(wanted), _AT_ONCE):
+        answers |= _answers(dict(list(wanted.items())[first : first + _AT_ONCE]), fresh=False)
+    return [
+        (answers[question.digest], None if probe is None else answers.get(probe.digest))
+        for question, probe in pairs
+    ]
+
+
 def ask_all(
     asked: Sequence[Question], probe: Question | None, *, fresh: bool = False
 ) -> tuple[list[Answer], Answer | None]:
@@ -245,14 +260,17 @@ def _locked(digest: str) -> Iterator[None]:
 
 
 def _made(places: Sequence[_Place]) -> dict[str, Answer]:
-    """Answers by their questions' digests, made by one process.
+    """Answers by their questions' digests, made by one process, a model after the other.
 
     A probe that the oracle cannot measure is not among them; why not, the oracle has said.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        questions.write(Path(file.name), _file({one.folder: one.question for one in places}))
+    with tempfile.TemporaryDirectory() as room:
+        files = [Path(room) / f"{i}.json" for i in range(len(places))]
+        asked = list(zip(files, _by_model(places), strict=False))
+        for file, some in asked:
+            questions.write(file, _file({one.folder: one.question for one in some}))
         try:
-            finished = process.start(["oracle", "many", file.name])
+            finished = process.start(["oracle", "many", *(str(file) for file, _ in asked)])
         except AlreadySaid:
             if any(not one.question.probe for one in places):
                 raise
@@ -262,6 +280,16 @@ def _made(places: Sequence[_Place]) -> dict[str, Answer]:
         for one in places
         if not one.question.probe or one.kept() is not None
     }
+
+
+def _by_model(places: Sequence[_Place]) -> list[list[_Place]]:
+    """Those about one model together, in their order."""
+    found: dict[tuple[object, ...], list[_Place]] = {}
+    for one in places:
+        asked, model = one.question, one.question.checkpoint
+        key = model.source, model.fingerprint, model.config_digest, asked.dtype, asked.threads
+        found.setdefault(key, []).append(one)
+    return list(found.values())
 
 
 @contextmanager

@@ -51,10 +51,7 @@ def run(request: Request) -> Matrix:
     draft = ask.setting(request, checkpoint)
     systems = f"{len(scenarios.TABLE)} scenarios on {len(SYSTEMS)} systems"
     announce(f"pitfalls: {systems}, {checkpoint.name}", SECONDS + EACH * checkpoint.parameters)
-    rights = {
-        name: ask.right(request, checkpoint, name, ids)
-        for name, ids in scenarios.talks(draft).items()
-    }
+    rights = ask.rights(request, checkpoint, scenarios.talks(draft))
     setting = ask.answered(draft, rights)
     made = scenarios.scenarios(setting)
     with process.scratch() as room:
@@ -176,7 +173,9 @@ def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str,
     """What branches of one prefix cost in memory, at CONTEXT tokens or at half the model's."""
     context = min(CONTEXT, checkpoint.max_positions // 2)
     say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
-    asked = _job(request, checkpoint, (), room)
+    # Bytes are counted here and no seconds. Threads that wait for one another in the prefix's long
+    # calls took four times the CPU time on a busy machine.
+    asked = _job(request, checkpoint, (), room, threads=1)
     figures = map(str, (context, BRANCHES, BRANCH_STEPS))
     process.start(["mlxkv.commands.pitfalls.memory", str(asked.save()), *figures])
     found = dict(json.loads((room / "branches.json").read_text(encoding="utf-8")))
