@@ -96,7 +96,7 @@ def tried(
     if unknown := sorted(set(only) - set(WHAT)):
         what = f"{unknown[0]!r}, expected some of {', '.join(WHAT)}"
         raise Refusal(what, where="scenarios")
-    model, talks, truths = _usual() if model is None else _known(model)
+    model, talks, truths = _usual(_device()) if model is None else _known(model)
     name = getattr(make, "__qualname__", type(make).__name__).rpartition(".")[2]
     kind = Kind(
         name, "own", cast(Lossy, lossy), module=getattr(make, "__module__", ""), function=name
@@ -123,9 +123,15 @@ def _known(model: Any) -> tuple[Any, Talks, dict[str, Talk]]:
 
 
 @cache
-def _usual() -> tuple[Any, Talks, dict[str, Talk]]:
-    """The same of the small random model: once for all caches that a test suite tries."""
+def _usual(device: str) -> tuple[Any, Talks, dict[str, Talk]]:
+    """The same of the small random model on a device: once for all caches that a suite tries."""
     return _known(small())
+
+
+def _device() -> str:
+    import mlx.core as mx
+
+    return str(mx.default_device())
 
 
 def _trace(runner: MlxLmRunner) -> Trace:
