@@ -9,7 +9,9 @@ import models
 import pytest
 
 from mlxkv.commands.compare import ask
-from mlxkv.engines import oracle
+from mlxkv.commands.selftest.run import question
+from mlxkv.engines import oracle, process
+from oracle.model.checkpoint import resolve
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 
@@ -40,3 +42,31 @@ def test_no_probe_is_asked_for_whose_cache_would_lie_on_both_sides_of_longropes_
     with pytest.raises(Asked):
         ask.ask([ask.Request(model=str(folder), tokens=(1, 2, 3), steps=2)])
     assert [probe is not None for probe in found] == [has]
+
+
+def test_questions_about_several_models_are_answered_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+    started: list[list[str]] = []
+    start = process.start
+
+    def count(arguments: list[str], **more: Any) -> process.Finished:
+        started.append(arguments)
+        return start(arguments, **more)
+
+    monkeypatch.setattr(oracle.process, "start", count)
+    pairs = []
+    for layout in ("gqa", "mha"):
+        made = resolve(str(models.save(tmp_path / layout, models.config(layout))))
+        asked = question(made, (1, 2, 3, 4), None, dtype="float32")
+        pairs.append((asked, oracle.probe_beside(asked)))
+    found = oracle.ask_pairs(pairs)
+    assert [words[:2] for words in started] == [["oracle", "many"]]
+    for (asked, _), (answer, probe) in zip(pairs, found, strict=True):
+        assert answer.manifest.inputs == asked.digest
+        assert answer.manifest.fingerprint == asked.checkpoint.fingerprint
+        assert probe is not None
+        assert probe.manifest.probe
+    assert oracle.ask_pairs(pairs[:1])[0][0].made is None
+    assert len(started) == 1
