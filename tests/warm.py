@@ -40,8 +40,9 @@ READ += ("ATEN_", "LD_", "PYTHON")
 IDLE = 300.0
 """Seconds without a child after which the server ends, should a test session have been killed."""
 LEFT_OUT = ("MKL_NUM_THREADS", "PYTEST_", "PYTHONHASHSEED")
-# mlx-lm sets it wherever it is imported, a worker of pytest too; it silences advice.
-LEFT_OUT += ("TRANSFORMERS_NO_ADVISORY_WARNINGS",)
+# mlx-lm and torch set these where they are imported, a worker of pytest too. One silences advice,
+# the other names a folder for code that nobody here compiles.
+LEFT_OUT += ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def command(room: os.PathLike[str] | str, *arguments: str, kind: str = "torch") -> list[str]:
