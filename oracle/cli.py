@@ -132,22 +132,24 @@ def probe(model: str | None, out: Path, force: bool, **computed: Unpack[Computed
 
 
 @cli.command()
-@click.argument("asked", type=_PATH, metavar="FILE.json")
+@click.argument("asked", type=_PATH, metavar="FILE.json...", nargs=-1, required=True)
 @option("--dry-run", "Print what they would take, as JSON, and compute nothing.", is_flag=True)
-def many(asked: Path, dry_run: bool) -> None:
-    """Make a run folder for each question in a file, in one process.
+def many(asked: tuple[Path, ...], dry_run: bool) -> None:
+    """Make a run folder for each question in files, of which each is about one model.
 
-    The file is JSON, `mlxkv-questions/1`, as mlxkv itself writes it. A folder is there as soon as
+    A file is JSON, `mlxkv-questions/1`, as mlxkv itself writes it. A folder is there as soon as
     it is finished, and replaces one that an earlier run left.
     """
     from oracle import many as questions
 
     if dry_run:
-        click.echo(questions.estimate(asked))
+        for file in asked:
+            click.echo(questions.estimate(file))
         return
     with _computing() as progress:
-        for out in questions.answer(asked, progress=progress, note=_note):
-            click.echo(out)
+        for file in asked:
+            for out in questions.answer(file, progress=progress, note=_note):
+                click.echo(out)
 
 
 @cli.command()
@@ -163,9 +165,11 @@ def many(asked: Path, dry_run: bool) -> None:
 @_computed
 @option(
     "--cache",
-    "A cache of transformers', such as StaticCache:size=64.",
+    "A cache of transformers', such as StaticCache:size=64: one for all plans, or one for each.",
+    into="caches",
     metavar="NAME[:KEY=VALUE,...]",
-    default="DynamicCache",
+    multiple=True,
+    default=("DynamicCache",),
 )
 @option("--dither", "Seed of factors of about 2**-23 on the embedding.", type=Whole(0), default=0)
 @_out("Where each plan's trace goes, as NAME.safetensors.")
@@ -173,7 +177,7 @@ def follow(
     model: str | None,
     plan_files: tuple[Path, ...],
     out: Path,
-    cache: str,
+    caches: tuple[str, ...],
     dither: int,
     **computed: Unpack[Computed],
 ) -> None:
@@ -188,7 +192,7 @@ def follow(
             model,
             plan_files=plan_files,
             out=out,
-            cache=cache,
+            caches=caches,
             dither=dither,
             progress=progress,
             **computed,

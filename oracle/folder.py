@@ -200,34 +200,47 @@ def follow(
     threads: int | None = None,
     revision: str | None = None,
     ignore_keys: Sequence[str] = (),
-    cache: str = "DynamicCache",
+    caches: Sequence[str] = ("DynamicCache",),
     dither: int = 0,
     progress: Progress = silent,
 ) -> list[Path]:
     """Follows plans with transformers; each one's trace goes into `out`, named after the plan.
 
-    `cache` is the name of one of transformers', `dither` a seed as in `oracle.formats.dither`.
+    `caches` are names of transformers', one for all plans or one for each; `dither` is a seed as in
+    `oracle.formats.dither`.
     """
     require("torch", "transformers")
     check_run(dtype, threads)
-    complete(cache, TRANSFORMERS)
     found = [plans.read(path) for path in plan_files]
     _require_names(found)
+    each = _one_each(caches, len(found))
     checkpoint = resolve(model, revision=revision, ignore_keys=ignore_keys, progress=progress)
     require_llama(checkpoint)
     check_range(checkpoint, dtype)
     progress("loading torch and transformers", 0, 1)
-    from oracle.pool import caches, reference
+    from oracle.pool import caches as kinds
+    from oracle.pool import reference
 
-    kind = caches.named(cache)
     reference.set_up(threads)
     engine, written = reference.Reference(checkpoint, dtype=dtype, dither=dither), []
     for i, plan in enumerate(found):
         progress(f"transformers: {plan.name}", i, len(found))
-        made = engine.run(plan, cache=kind)
+        made = engine.run(plan, cache=kinds.named(each[i]))
         written.append(out / f"{plan.name}.safetensors")
         trace.write(written[-1], made.meta, made.arrays)
     return written
+
+
+def _one_each(caches: Sequence[str], plans: int) -> Sequence[str]:
+    """The name of each plan's cache."""
+    for cache in caches:
+        complete(cache, TRANSFORMERS)
+    if len(caches) == 1:
+        return [*caches] * plans
+    if len(caches) != plans:
+        what = f"{len(caches)} for {plans} plans, expected one for all or one for each"
+        raise Refusal(what, where="--cache", remedy="give as many as plans, in their order")
+    return caches
 
 
 def _require_names(found: Sequence[plans.Plan]) -> None:

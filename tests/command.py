@@ -4,7 +4,7 @@ Stands in tests where a process of its own would show nothing more: it takes 0.3
 oracle that it starts is the warm one. Signals, a full disk, a missing package and the walls need
 true processes.
 
-`torch_python` is the command line of a process with torch that is there at once.
+`torch_python` and `mlx_lm_python` are command lines of processes that have imported at once.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ def oracle(*arguments: object, env: Mapping[str, str] | None = None) -> Done:
 def torch_python(*arguments: str) -> list[str]:
     """What to start in place of `python ARGUMENTS`, such as `-m oracle run ...`."""
     return warm.command(os.environ["MLXKV_TEST_ROOM"], *arguments)
+
+
+def mlx_lm_python(*arguments: str) -> list[str]:
+    """The same for a process that imports mlx-lm, and never torch."""
+    return warm.command(os.environ["MLXKV_TEST_ROOM"], *arguments, kind="mlx")
 
 
 def refused(done: Done, *words: str, notes: str | None = None) -> None:

@@ -18,7 +18,17 @@ from pathlib import Path
 import pytest
 
 FOLDERS = ("oracle", "mlxkv")
-LONGEST = ("default_model", "mlx_lm", "candle", "cli", "robust", "reports", "selftest", "walls")
+LONGEST = ("default_model", "mlx_lm", "cli", "cost", "candle", "robust", "ranks", "reports")
+LONGEST += (
+    "locate_own",
+    "lanes",
+    "cache_behaves",
+    "cause",
+    "walls",
+    "faults",
+    "custom",
+    "selftest",
+)
 """The files that take longest, which must not be begun when all others are done."""
 _HERE = Path(__file__).parent
 _ROOM = "MLXKV_TEST_ROOM"

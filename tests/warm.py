@@ -1,14 +1,17 @@
-"""Python with torch and transformers loaded already, for the oracles that tests start by the dozen.
+"""Python with slow libraries loaded already, for processes that tests start by the dozen.
 
-`command(...)` is a command line that does what `python ...` does, four seconds sooner: a small
+`command(...)` is a command line that does what `python ...` does, seconds sooner: a small
 client hands its arguments, folder, environment and open streams to a server, which forks. The
 child is as a fresh process is: the server has only imported, and computed nothing (a child forked
 after torch's first operation would hang). The client passes signals on and ends as the child did;
 if the client is killed, so is the child. Where the environment would have changed the imports, the
 client becomes the true `python ...` instead.
 
-One server serves a whole test session, both halves of it: `start` makes it where none listens, and
-it ends when its socket's file is gone. MLX never comes near it.
+There are two kinds: "torch" for the oracle, which saves four seconds a process, and "mlx" for what
+imports mlx-lm, which saves one: it has what mlx-lm imports but MLX, whose BLAS a run chooses, and
+torch cannot be found in it, as in the engine's own process. One server of a kind serves a whole
+test session, both halves of it: `start` makes it where none listens, and it ends when its socket's
+file is gone.
 """
 
 from __future__ import annotations
@@ -20,23 +23,36 @@ import socket
 import sys
 import time
 
-IMPORTS = ("transformers", "oracle.answer", "oracle.cli", "oracle.folder", "oracle.truth.suspects")
+IMPORTS = {
+    "torch": (
+        *("transformers", "oracle.answer", "oracle.cli", "oracle.folder"),
+        "oracle.truth.suspects",
+    ),
+    "mlx": (
+        *("transformers.models.auto.tokenization_auto", "huggingface_hub.hf_api", "tokenizers"),
+        *("transformers.tokenization_utils_tokenizers", "mlxkv.engines.prompt_cache"),
+        *("mlxkv.engines.runner", "oracle.model.checkpoint", "safetensors.numpy"),
+    ),
+}
 # What the imported libraries read of the environment; the threads of a BLAS are set anew by a run.
 READ = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_")
 READ += ("ATEN_", "LD_", "PYTHON")
 IDLE = 300.0
 """Seconds without a child after which the server ends, should a test session have been killed."""
 LEFT_OUT = ("MKL_NUM_THREADS", "PYTEST_", "PYTHONHASHSEED")
+# mlx-lm and torch set these where they are imported, a worker of pytest too. One silences advice,
+# the other names a folder for code that nobody here compiles.
+LEFT_OUT += ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "TORCHINDUCTOR_CACHE_DIR")
 
 
-def command(room: os.PathLike[str] | str, *arguments: str) -> list[str]:
+def command(room: os.PathLike[str] | str, *arguments: str, kind: str = "torch") -> list[str]:
     """What to start in place of `python -P ARGUMENTS`, with `-m MODULE`, `-c CODE` or a file.
 
     Off Linux that very process: macOS's frameworks do not outlive a fork.
     """
     if sys.platform != "linux":
         return [sys.executable, "-P", *arguments]
-    return [sys.executable, "-S", __file__, os.fspath(room), *arguments]
+    return [sys.executable, "-S", __file__, kind, os.fspath(room), *arguments]
 
 
 def read_by_imports(environment: dict[str, str]) -> dict[str, str]:
@@ -51,11 +67,11 @@ def read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 # The client: imports next to nothing.
 
 
-def client(room: str, arguments: list[str]) -> None:
+def client(kind: str, room: str, arguments: list[str]) -> None:
     """Hands the arguments over and ends as the child does."""
     import json
 
-    connection = connect(room)
+    connection = connect(kind, room)
     asked = {"arguments": arguments, "cwd": os.getcwd(), "environment": dict(os.environ)}
     text = json.dumps(asked).encode()
     socket.send_fds(connection, [len(text).to_bytes(8, "little")], [0, 1, 2])
@@ -79,14 +95,14 @@ def client(room: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def connect(room: str) -> socket.socket:
+def connect(kind: str, room: str) -> socket.socket:
     """A connection to the server, which is made if there is none."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(_address(room))
+        connection.connect(_address(kind, room))
     except OSError:
-        start(room)
-        connection.connect(_address(room))
+        start(kind, room)
+        connection.connect(_address(kind, room))
     return connection
 
 
@@ -99,33 +115,33 @@ def _line(connection: socket.socket, meanwhile: object = None) -> str:
             meanwhile()  # type: ignore[operator]
             continue
         if not more:
-            sys.exit("the warm oracle's server is gone")
+            sys.exit("the warm server is gone")
         text += more
     return text.decode().strip()
 
 
-def _address(room: str) -> str:
+def _address(kind: str, room: str) -> str:
     """A socket's address has at most 107 bytes: by way of the folder's open handle."""
     handle = os.open(room, os.O_RDONLY | os.O_DIRECTORY)
-    return f"/proc/self/fd/{handle}/warm"
+    return f"/proc/self/fd/{handle}/warm-{kind}"
 
 
-def start(room: str) -> None:
+def start(kind: str, room: str) -> None:
     """Starts the server, unless another process is just doing so, and waits until it listens."""
     import fcntl
     import subprocess
 
     os.makedirs(room, exist_ok=True)
-    with open(os.path.join(room, "warm.lock"), "w") as lock:
+    with open(os.path.join(room, f"warm-{kind}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         probe = socket.socket(socket.AF_UNIX)
-        if probe.connect_ex(_address(room)) == 0:
+        if probe.connect_ex(_address(kind, room)) == 0:
             return
         environment = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_OUT)}
         environment.pop("MLXKV_PARENT", None)
-        with open(os.path.join(room, "warm.log"), "ab") as log:
+        with open(os.path.join(room, f"warm-{kind}.log"), "ab") as log:
             server = subprocess.Popen(
-                [sys.executable, __file__, "--serve", room],
+                [sys.executable, __file__, "--serve", kind, room],
                 cwd="/",
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -134,16 +150,16 @@ def start(room: str) -> None:
                 start_new_session=True,
             )
         while server.poll() is None:
-            if socket.socket(socket.AF_UNIX).connect_ex(_address(room)) == 0:
+            if socket.socket(socket.AF_UNIX).connect_ex(_address(kind, room)) == 0:
                 return
             time.sleep(0.02)
-        sys.exit(f"the warm oracle's server ended with {server.returncode}; see {room}/warm.log")
+        sys.exit(f"the warm server ended with {server.returncode}; see {room}/warm-{kind}.log")
 
 
 # The server.
 
 
-def serve(room: str) -> None:
+def serve(kind: str, room: str) -> None:
     """Imports, then forks a child for each connection until the room is gone."""
     import importlib
     import threading
@@ -153,15 +169,19 @@ def serve(room: str) -> None:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     mine = read_by_imports(dict(os.environ))
     mine.pop("OMP_WAIT_POLICY")
-    for name in IMPORTS:
+    if kind == "mlx":
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    for name in IMPORTS[kind]:
         importlib.import_module(name)
+    if kind == "mlx":
+        del sys.modules["torch"]  # a run hides it itself
     if threading.active_count() > 1:
         sys.exit(f"threads before the first fork: {threading.enumerate()}")
     listener = socket.socket(socket.AF_UNIX)
-    place = os.path.join(room, "warm")
+    place = os.path.join(room, f"warm-{kind}")
     if os.path.exists(place):
         os.unlink(place)  # of a server that ended
-    listener.bind(_address(room))
+    listener.bind(_address(kind, room))
     listener.listen(64)
     _loop(listener, place, mine)
 
@@ -304,6 +324,6 @@ def _run(asked: dict[str, object], streams: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(sys.argv[2])
+        serve(*sys.argv[2:])
     else:
-        client(sys.argv[1], sys.argv[2:])
+        client(*sys.argv[1:3], sys.argv[3:])

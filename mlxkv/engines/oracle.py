@@ -103,6 +103,30 @@ def ask_both(
     return found, probed
 
 
+def ask_pairs(
+    pairs: Sequence[tuple[Question, Question | None]],
+) -> list[tuple[Answer, Answer | None]]:
+    """As `ask_both` of each pair, whatever model it is about, by one process of the oracle."""
+    require_torch()
+    wanted = {one.digest: one for pair in pairs for one in pair if one is not None}
+    answers = dict[str, Answer | str]()
+    for first in range(0, len(wanted), _AT_ONCE):
+        answers |= _answers(dict(list(wanted.items())[first : first + _AT_ONCE]), fresh=False)
+    return [(told(answers[one.digest]), _probed(answers, probe)) for one, probe in pairs]
+
+
+def told(answer: Answer | str) -> Answer:
+    """An answer; why there is none the oracle has said."""
+    if isinstance(answer, str):
+        raise AlreadySaid
+    return answer
+
+
+def _probed(answers: Mapping[str, Answer | str], probe: Question | None) -> Answer | None:
+    found = None if probe is None else answers.get(probe.digest)
+    return found if isinstance(found, Answer) else None
+
+
 def ask_all(
     asked: Sequence[Question], probe: Question | None, *, fresh: bool = False
 ) -> tuple[list[Answer | str], Answer | None]:
@@ -120,9 +144,7 @@ def ask_all(
     for first in range(0, len(wanted), _AT_ONCE):
         some = dict(list(wanted.items())[first : first + _AT_ONCE])
         answers |= _answers(some, fresh=fresh)
-    found = [answers[one.digest] for one in asked]
-    probed = None if probe is None else answers.get(probe.digest)
-    return found, probed if isinstance(probed, Answer) else None
+    return [answers[one.digest] for one in asked], _probed(answers, probe)
 
 
 def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer | str]:
@@ -250,18 +272,21 @@ def _locked(digest: str) -> Iterator[None]:
 
 
 def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
-    """Answers by their questions' digests, made by one process; or why it refused one of several.
+    """Answers by their questions' digests, made by one process, a model after the other; or why it
+    refused one of several about one model.
 
     A probe that the oracle cannot measure is not among them; why not, the oracle has said.
     """
     folders, finished, refused = {one.folder: one.question for one in places}, None, {}
     with process.scratch() as room:
-        file, printed = room / "questions.json", room / "made.txt"
-        questions.write(file, _file(folders))
+        printed, models = room / "made.txt", _by_model(places)
+        files = [room / f"{i}.json" for i in range(len(models))]
+        for file, some in zip(files, models, strict=True):
+            questions.write(file, _file({one.folder: one.question for one in some}))
         try:
-            finished = process.start(["oracle", "many", str(file)], stdout=printed)
+            finished = process.start(["oracle", "many", *map(str, files)], stdout=printed)
         except AlreadySaid:
-            refused = questions.read_refusals(printed, folders)
+            refused = questions.read_refusals(printed, folders) if len(models) == 1 else {}
             if not refused and any(not one.question.probe for one in places):
                 raise
         finally:
@@ -275,6 +300,16 @@ def _made(places: Sequence[_Place]) -> dict[str, Answer | str]:
         if not one.question.probe or one.kept() is not None:
             found[one.digest] = one.answer(finished)
     return found
+
+
+def _by_model(places: Sequence[_Place]) -> list[list[_Place]]:
+    """Those about one model together, in their order."""
+    found: dict[tuple[object, ...], list[_Place]] = {}
+    for one in places:
+        asked, model = one.question, one.question.checkpoint
+        key = model.source, model.fingerprint, model.config_digest, asked.dtype, asked.threads
+        found.setdefault(key, []).append(one)
+    return list(found.values())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ it has some. Axes as in `mlxkv.port.llama`.
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,9 +227,10 @@ def said(layer: Any) -> int | None:
 
 def _size(layer: Any) -> Any:
     """By `size()`, which mlx-lm's base class has too, and there it is 0 whatever is held."""
-    from mlx_lm.models.cache import _BaseCache
-
-    if getattr(type(layer), "size", None) is getattr(_BaseCache, "size", _BaseCache):
+    # A cache that has it from there has imported it; any other would wait for torch in vain.
+    mlx_lm = sys.modules.get("mlx_lm.models.cache")
+    base = getattr(mlx_lm, "_BaseCache", None)
+    if base is not None and getattr(type(layer), "size", None) is getattr(base, "size", base):
         raise Inexpressible("its class has no size() of its own")
     return layer.size()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import models
 import pytest
-from command import torch_python
+from command import mlx_lm_python, torch_python
 
 from mlxkv.engines import machine, process
 from oracle.formats import child
@@ -69,11 +69,13 @@ def mlx_lm_of() -> Callable[[Path], Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_oracle() -> Iterator[None]:
-    """What mlxkv starts as `python -m oracle` from this process is the warm one."""
+    """What mlxkv starts from this process with torch or mlx-lm in it is a warm one."""
 
     def warm(module: str, *arguments: str) -> list[str]:
         if module == "oracle":
             return torch_python("-m", module, *arguments)
+        if module in (process.MLX_LM, "mlxkv.commands.cost.scoring"):
+            return mlx_lm_python("-m", module, *arguments)
         return child.command(module, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:

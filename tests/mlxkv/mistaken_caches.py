@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import without_torch  # noqa: F401 before mlx-lm
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlxkv.engines.our_caches import SplitKVCache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import without_torch  # noqa: F401 before mlx-lm
 from mlx_lm.models.cache import KVCache
 
 

@@ -9,9 +9,11 @@ import models
 import pytest
 
 from mlxkv.commands.compare import ask
-from mlxkv.engines import oracle
+from mlxkv.commands.selftest.run import question
+from mlxkv.engines import oracle, process
 from oracle.formats import questions
 from oracle.formats.errors import AlreadySaid, Refusal
+from oracle.model.checkpoint import resolve
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 
@@ -73,3 +75,31 @@ def test_a_prompt_that_the_oracle_refuses_is_told_apart_from_the_others(
     assert len(found.each) == 2
     why = "the oracle refused it: pool: odd"
     assert found.refused == (ask.Untold("b", why, (3, 4, 5), 3),)
+
+
+def test_questions_about_several_models_are_answered_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXKV_CACHE", str(tmp_path / "cache"))
+    started: list[list[str]] = []
+    start = process.start
+
+    def count(arguments: list[str], **more: Any) -> process.Finished:
+        started.append(arguments)
+        return start(arguments, **more)
+
+    monkeypatch.setattr(oracle.process, "start", count)
+    pairs = []
+    for layout in ("gqa", "mha"):
+        made = resolve(str(models.save(tmp_path / layout, models.config(layout))))
+        asked = question(made, (1, 2, 3, 4), None, dtype="float32")
+        pairs.append((asked, oracle.probe_beside(asked)))
+    found = oracle.ask_pairs(pairs)
+    assert [words[:2] for words in started] == [["oracle", "many"]]
+    for (asked, _), (answer, probe) in zip(pairs, found, strict=True):
+        assert answer.manifest.inputs == asked.digest
+        assert answer.manifest.fingerprint == asked.checkpoint.fingerprint
+        assert probe is not None
+        assert probe.manifest.probe
+    assert oracle.ask_pairs(pairs[:1])[0][0].made is None
+    assert len(started) == 1

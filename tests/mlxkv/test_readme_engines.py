@@ -129,7 +129,10 @@ def test_the_engine_that_readme_describes_is_the_one_that_help_names() -> None:
 def test_the_cache_of_thirty_lines_behaves(tmp_path: Path) -> None:
     text = block("python", "class Int8Cache")
     (tmp_path / "test_mine.py").write_text(block("python", "assert_cache_behaves"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    # As where torch is not installed: mlx-lm would import it, for seconds.
+    (tmp_path / "conftest.py").write_text("import sys\n\nsys.modules['torch'] = None\n")
+    command = [sys.executable, "-m", "pytest", "-q", "test_mine.py"]
+    command += [f"-pno:{name}" for name in ("cacheprovider", "hypothesispytest", "xdist")]
     codes, said = [], ""
     for version in (text, text.replace("self.offset -= n", "self.offset -= n + 1")):
         (tmp_path / "mine.py").write_text(version)

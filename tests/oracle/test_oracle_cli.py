@@ -89,6 +89,17 @@ def test_follow_writes_a_trace_of_each_plan_right_or_not(model, tmp_path):
     assert ill.meta.outcomes[2].error.startswith(
         "cannot be expressed: index_pos 0 with 2 tokens cached"
     )
+    named = ["--cache=DynamicCache", "--cache=StaticCache:size=8"]
+    code, _, stderr = oracle("follow", model, *given, *named, "--out", tmp_path / "each")
+    assert (code, stderr) == (0, "")
+    each = [trace.read(tmp_path / "each" / f"{name}.safetensors") for name in ("well", "ill")]
+    assert [one.meta.environment["cache"] for one in each] == ["DynamicCache", "StaticCache:size=8"]
+    code, _, stderr = oracle("follow", model, *given, *named, named[0], "--out", tmp_path / "each")
+    assert (code, stderr) == (
+        2,
+        "error: --cache: 3 for 2 plans, expected one for all or one for each; give as many as "
+        "plans, in their order\n",
+    )
     code, _, stderr = oracle("follow", model, *given[:2], *given[:2], "--out", tmp_path / "twice")
     assert (code, stderr) == (
         2,

@@ -108,11 +108,31 @@ def question(request: Request, checkpoint: Checkpoint, name: str, prompt: Ids) -
     )
 
 
-def right(request: Request, checkpoint: Checkpoint, name: str, prompt: Ids) -> Right:
-    """How the talk should go: its greedy tokens, and the truth of its rows."""
-    n, steps = len(prompt), request.steps
-    say(f"oracle: the truth of {n} tokens and {steps} steps on {checkpoint.name}")
-    case = read_case(oracle.ask(question(request, checkpoint, name, prompt)).folder)
+def rights(
+    request: Request, checkpoint: Checkpoint, prompts: Mapping[str, Ids]
+) -> dict[str, Right]:
+    """How each talk should go: its greedy tokens, and the truth of its rows."""
+    return rights_and_probe(request, checkpoint, prompts, None)[0]
+
+
+def rights_and_probe(
+    request: Request,
+    checkpoint: Checkpoint,
+    prompts: Mapping[str, Ids],
+    probe: oracle.Question | None,
+) -> tuple[dict[str, Right], oracle.Answer | None]:
+    """The same, and the answer on the model's probe; one process of the oracle makes all."""
+    for prompt in prompts.values():
+        tokens = f"{len(prompt)} tokens and {request.steps} steps"
+        say(f"oracle: the truth of {tokens} on {checkpoint.name}")
+    asked = [question(request, checkpoint, name, prompt) for name, prompt in prompts.items()]
+    answers, probed = oracle.ask_all(asked, probe)
+    found = zip(prompts, answers, strict=True)
+    return {name: _right(request, oracle.told(answer)) for name, answer in found}, probed
+
+
+def _right(request: Request, answer: oracle.Answer) -> Right:
+    case, steps = read_case(answer.folder), request.steps
     generated = case.manifest.generated
     if len(generated) != steps:
         raise Refusal(

@@ -90,9 +90,10 @@ def tried(request: CacheRequest) -> Caches:
     seconds = SECONDS + EACH * checkpoint.parameters * len(asked)
     announce(f"pitfalls: {len(asked)} caches, {checkpoint.name}", seconds)
     prompts = {"first": draft.first, "second": draft.second}
-    rights = {n: ask.right(request, checkpoint, n, prompt) for n, prompt in prompts.items()}
+    probe = oracle.probe_beside(ask.question(request, checkpoint, "first", draft.first))
+    rights, probed = ask.rights_and_probe(request, checkpoint, prompts, probe)
     setting = ask.answered(draft, rights)
-    truths = _truths(rights, setting) | _probe(request, checkpoint, draft)
+    truths = _truths(rights, setting) | _probe(probed)
     columns: list[Column] = []
     with process.scratch() as room:
         for i, group in enumerate(groups(asked)):
@@ -111,10 +112,13 @@ def tried(request: CacheRequest) -> Caches:
 
 
 def groups(asked: Sequence[Kind]) -> list[list[Kind]]:
-    """Those that one process runs: mlx-lm's and ours together, any other by itself."""
+    """Those that one process runs: mlx-lm's and ours together, transformers' too, any other by
+    itself.
+    """
     inside = [kind for kind in asked if kind.whose in ("mlx-lm", "ours")]
-    others = [[kind] for kind in asked if kind not in inside]
-    return ([inside] if inside else []) + others
+    theirs = [kind for kind in asked if kind.whose == "transformers"]
+    others = [[kind] for kind in asked if kind not in (*inside, *theirs)]
+    return [group for group in (inside, *others, theirs) if group]
 
 
 def _fitting(
@@ -141,10 +145,8 @@ def _truths(rights: Mapping[str, Right], setting: Setting) -> dict[str, Talk]:
     }
 
 
-def _probe(request: Request, checkpoint: Checkpoint, draft: Setting) -> dict[str, Talk]:
+def _probe(answer: oracle.Answer | None) -> dict[str, Talk]:
     """The model's probe, whose truth is known at some positions; none where there is no room."""
-    question = ask.question(request, checkpoint, "first", draft.first)
-    answer = oracle.ask_both(question, oracle.probe_beside(question))[1]
     if answer is None:
         return {}
     case = read_case(answer.folder)
@@ -268,7 +270,6 @@ class Follow:
     def _transformers(
         self, of: Mapping[str, Kind], plans: Sequence[Plan], out: Path, dither: int
     ) -> None:
-        kind = next(iter(of.values()))
-        more = [f"--cache={kind.name}", f"--dither={dither}"]
+        more = [f"--dither={dither}", *(f"--cache={of[plan.name].name}" for plan in plans)]
         with run.transformers(self.checkpoint, plans, out, more) as running:
             running.wait()

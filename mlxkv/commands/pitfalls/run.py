@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,10 +52,7 @@ def run(request: Request) -> Matrix:
     draft = ask.setting(request, checkpoint)
     systems = f"{len(scenarios.TABLE)} scenarios on {len(SYSTEMS)} systems"
     announce(f"pitfalls: {systems}, {checkpoint.name}", SECONDS + EACH * checkpoint.parameters)
-    rights = {
-        name: ask.right(request, checkpoint, name, ids)
-        for name, ids in scenarios.talks(draft).items()
-    }
+    rights = ask.rights(request, checkpoint, scenarios.talks(draft))
     setting = ask.answered(draft, rights)
     made = scenarios.scenarios(setting)
     with process.scratch() as room:
@@ -83,15 +81,27 @@ def _surroundings(found: trace.Trace) -> dict[str, Any]:
 def _traces(
     request: Request, checkpoint: Checkpoint, made: Sequence[Scenario], room: Path
 ) -> dict[tuple[str, str], trace.Trace]:
-    """By scenario and system; transformers' process runs beside the others."""
+    """By scenario and system; transformers' process runs beside the others.
+
+    mlx-lm's, which has most to do, runs beside the port's where all fit into memory. Then each has
+    half of the cores: decoding waits for memory, where one thread does nearly as much as two.
+    """
     found = {}
+    beside = machine.holds_together(3 * 4 * checkpoint.parameters)  # in float32
+    threads = max(1, (os.cpu_count() or 1) // 2) if beside else None
+    jobs = _jobs(request, checkpoint, made, room, threads=threads)
     with ExitStack() as stack:
         asked = _plans(made, "T")
         other = stack.enter_context(transformers(checkpoint, asked.values(), room / "T"))
-        for engine, (module, one) in _jobs(request, checkpoint, made, room).items():
+        aside = {
+            engine: stack.enter_context(one.begin(module, aside=True))
+            for engine, (module, one) in jobs.items()
+            if beside and engine == "L"
+        }
+        for engine, (module, one) in jobs.items():
             say(f"{SYSTEMS[engine]}: {len(one.plans)} scenarios")
-            with one.begin(module) as running:
-                one.end(running)
+            running = aside.get(engine) or stack.enter_context(one.begin(module))
+            one.end(running)
             for key, plan in _plans(made, engine).items():
                 found[key] = trace.read(one.trace(plan))
         other.wait()
@@ -112,12 +122,17 @@ def _plans(made: Sequence[Scenario], engine: str) -> dict[tuple[str, str], Plan]
 
 
 def _jobs(
-    request: Request, checkpoint: Checkpoint, made: Sequence[Scenario], room: Path
+    request: Request,
+    checkpoint: Checkpoint,
+    made: Sequence[Scenario],
+    room: Path,
+    *,
+    threads: int | None,
 ) -> dict[str, tuple[str, job.Job]]:
     def asked(engine: str, **more: Any) -> job.Job:
         (room / engine).mkdir()
         plans = tuple(_plans(made, engine).values())
-        return _job(request, checkpoint, plans, room / engine, **more)
+        return _job(request, checkpoint, plans, room / engine, threads=threads, **more)
 
     dtypes = {s.name: s.cache_dtype for s in made if s.cache_dtype}
     # A RotatingKVCache is made for a length; make_prompt_cache keeps 4.
@@ -176,7 +191,9 @@ def _branches(request: Request, checkpoint: Checkpoint, room: Path) -> dict[str,
     """What branches of one prefix cost in memory, at CONTEXT tokens or at half the model's."""
     context = min(CONTEXT, checkpoint.max_positions // 2)
     say(f"{SYSTEMS['G']}: the memory of branches at {context} tokens")
-    asked = _job(request, checkpoint, (), room)
+    # Bytes are counted here and no seconds. Threads that wait for one another in the prefix's long
+    # calls took four times the CPU time on a busy machine.
+    asked = _job(request, checkpoint, (), room, threads=1)
     figures = map(str, (context, BRANCHES, BRANCH_STEPS))
     process.start(["mlxkv.commands.pitfalls.memory", str(asked.save()), *figures])
     found = dict(json.loads((room / "branches.json").read_text(encoding="utf-8")))

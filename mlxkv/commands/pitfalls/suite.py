@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -95,12 +96,11 @@ def tried(
     if unknown := sorted(set(only) - set(WHAT)):
         what = f"{unknown[0]!r}, expected some of {', '.join(WHAT)}"
         raise Refusal(what, where="scenarios")
-    model = small() if model is None else model
+    model, talks, truths = _usual(_device()) if model is None else _known(model)
     name = getattr(make, "__qualname__", type(make).__name__).rpartition(".")[2]
     kind = Kind(
         name, "own", cast(Lossy, lossy), module=getattr(make, "__module__", ""), function=name
     )
-    talks = Talks(_setting(model), _ids(model, LONG, seed=2))
     trial = Trial(kind, talks, None, tuple(only))
 
     own_cache.checked(make, model.args, len(model.layers), kind)
@@ -109,12 +109,29 @@ def tried(
         with dithered(model, dither, by=MORE):
             return _trace(_Runner(model, plan, kind, make))
 
-    truths = {name: _truth(model, name, tokens) for name, tokens in talks.tokens.items()}
     if lossy == "window":
         trial = Trial(kind, talks, _window(run, truths["long"]), tuple(only))
     traces = {plan.name: run(plan) for plan in trial.plans}
     again = [{p.name: run(p, n) for p in trial.straights} for n in DITHERS]
     return trial, trial.judge(traces, truths, trial.measure(traces, again, truths))
+
+
+def _known(model: Any) -> tuple[Any, Talks, dict[str, Talk]]:
+    """A model, what it is told, and how KVCache goes on it."""
+    talks = Talks(_setting(model), _ids(model, LONG, seed=2))
+    return model, talks, {name: _truth(model, name, ids) for name, ids in talks.tokens.items()}
+
+
+@cache
+def _usual(device: str) -> tuple[Any, Talks, dict[str, Talk]]:
+    """The same of the small random model on a device: once for all caches that a suite tries."""
+    return _known(small())
+
+
+def _device() -> str:
+    import mlx.core as mx
+
+    return str(mx.default_device())
 
 
 def _trace(runner: MlxLmRunner) -> Trace:

@@ -116,10 +116,16 @@ def run(request: Request) -> Selftest:
     _announce(request, checkpoint, faults)
     done = Selftest(request.dtype, {}, {}, {}, {})
     with process.scratch() as room:
-        for name, found, ids, prompt in _models(request, checkpoint, room):
+        models = list(_models(request, checkpoint, room))
+        names = f"{models[0][0]} and {len(models) - 1} more" if models[1:] else models[0][0]
+        say(f"selftest: the oracle's answers on {names}")
+        asked = [
+            question(found, ids, prompt, dtype=request.dtype, taps=TAPS)
+            for _, found, ids, prompt in models
+        ]
+        answers = oracle.ask_pairs([(one, oracle.probe_beside(one)) for one in asked])
+        for (name, found, ids, _), (answer, probe) in zip(models, answers, strict=True):
             say(f"selftest: {name}")
-            asked = question(found, ids, prompt, dtype=request.dtype, taps=TAPS)
-            answer, probe = oracle.ask_both(asked, oracle.probe_beside(asked))
             own = room / f"run-{name}"
             own.mkdir()
             done.trials[name], environment = _trials(found, answer, probe, own, request.faults)
