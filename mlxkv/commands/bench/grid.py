@@ -1,0 +1,67 @@
+"""From what is asked to the cells that are timed, in the order in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlxkv.commands.bench.ask import MOST_BATCHED, Lists, Request
+from oracle.model.checkpoint import Checkpoint
+
+LEAST, MOST = 3, 15
+"""Rounds of a cell: of fewer a median says little, and more do not narrow the range of one that a
+quiet machine gives."""
+BUDGET = 12.0
+"""Seconds after which a cell has enough rounds, if it has had LEAST: short turns spread more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Prompts of one length, of so many sequences: whether filling is timed, and decoding after."""
+
+    batch: int
+    length: int
+    prefill: bool
+    decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """All that is timed with one pair of loaded models."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    places: tuple[Place, ...]
+
+
+def places(request: Request, lists: Lists) -> tuple[Place, ...]:
+    """Batch by batch, from the shortest to the longest."""
+    return tuple(_places(request, lists))
+
+
+def _places(request: Request, lists: Lists) -> Iterator[Place]:
+    for batch in lists.batches:
+        for length in sorted({*lists.prefill, *lists.decode}):
+            if batch == 1 or request.chosen or batch * length <= MOST_BATCHED:
+                yield Place(batch, length, length in lists.prefill, length in lists.decode)
+
+
+def rounds(asked: int | None, seconds: float) -> int:
+    """How many rounds a cell gets whose first took so many seconds."""
+    return asked or min(MOST, max(LEAST, int(BUDGET / max(seconds, 1e-9))))
+
+
+PREFILLED, DECODED = 1e-10, 7e-10
+"""Seconds that both engines together take for each parameter and token on two cores: in float32,
+the default model's 134,515,008 at 150 and 21 tokens a second."""
+
+
+def seconds(block: Block, request: Request) -> float:
+    """About how long a block takes on two cores, its rounds as `rounds` has them."""
+    size, total = block.checkpoint.parameters, 10.0
+    for place in block.places:
+        filled = PREFILLED * size * place.batch * place.length
+        decoded = DECODED * size * place.batch**0.5 * request.steps
+        total += filled * (rounds(request.rounds, filled) if place.prefill else 1)
+        total += decoded * rounds(request.rounds, decoded) if place.decode else 0
+    return total
