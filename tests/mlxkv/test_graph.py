@@ -10,6 +10,7 @@ from mlx import nn
 
 from mlxkv.commands.bench import count, graph, models
 from mlxkv.commands.bench.graph import Counted
+from mlxkv.commands.bench.grid import Block
 from mlxkv.commands.bench.kernels import VIEWS, Node
 from mlxkv.commands.bench.result import Steps
 
@@ -183,7 +184,7 @@ MLX_LM = {
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """Both engines' steps on the model that is bound by overhead."""
     made = models.overhead(tmp_path_factory.mktemp("overhead"))
-    return count.counted(made, "float32", "cpu", name="")
+    return count.counted(Block(models.OVERHEAD, made, "float32", ()), "cpu")
 
 
 def test_mlx_lm_runs_the_kernels_that_its_source_has(steps: Steps) -> None:

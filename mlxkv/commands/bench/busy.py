@@ -44,7 +44,8 @@ class Watch:
     def __init__(self) -> None:
         """Looks at the machine for half a second, in which this process sleeps."""
         begun = _used()
-        time.sleep(_WINDOW if begun is not None else 0)
+        if begun is not None:
+            time.sleep(_WINDOW)
         now = _used()
         if begun is None or now is None:
             self.before = os.getloadavg()[0]  # of the last minute

@@ -17,26 +17,27 @@ from typing import Any
 
 from mlxkv.commands.bench import sequence, turns
 from mlxkv.commands.bench.ask import computes_in
+from mlxkv.commands.bench.grid import Block
 from mlxkv.commands.bench.result import Step, Steps
 from mlxkv.engines import machine
 from oracle.formats import child
 from oracle.formats.exits import code_of
-from oracle.model.checkpoint import Checkpoint
 
 PROMPT, ROUNDS = 4, 30
 """Tokens that are held, and steps that are built in turns; a build takes 1 to 4 ms."""
 
 
-def counted(checkpoint: Checkpoint, dtype: str, device: str, *, name: str) -> Steps:
-    """Both engines' steps, from a process of their own; `name` is what the model is called."""
-    given = (str(checkpoint.folder), computes_in(dtype), device, *checkpoint.without)
+def counted(block: Block, device: str) -> Steps:
+    """Both engines' steps, from a process of their own."""
+    checkpoint = block.checkpoint
+    given = (str(checkpoint.folder), computes_in(block.dtype), device, *checkpoint.without)
     command = child.command("mlxkv.commands.bench.count", *given)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise turns.ended(done.returncode)
     found = json.loads(done.stdout)
     port, other = (_step(found[engine]) for engine in ("mlxkv", "mlx-lm"))
-    return Steps(name, dtype, port, other)
+    return Steps(block.name, block.dtype, port, other)
 
 
 def _step(found: dict[str, Any]) -> Step:

@@ -27,11 +27,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """All that is timed with one pair of loaded models."""
+    """All that is timed with one pair of loaded models; `name` is "" for the one at hand."""
 
+    name: str
     checkpoint: Checkpoint
     dtype: str
     places: tuple[Place, ...]
+
+    @property
+    def title(self) -> str:
+        """What tells it from the other blocks of a run."""
+        return self.name or self.dtype
 
 
 def places(request: Request, lists: Lists) -> tuple[Place, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlxkv.engines import machine, process
 from mlxkv.engines.progress import announce, say, steps
 from mlxkv.report import plots, publish
 from mlxkv.report.text import pretty
+from oracle.formats import disk
 from oracle.formats.errors import Refusal
 from oracle.model.checkpoint import Checkpoint
 
@@ -26,17 +28,24 @@ def report(request: Request, exports: dict[str, Path], *, as_json: bool, command
     """What is printed; `exports` are the files that are asked for, by "json", "md" and "svg"."""
     for path in exports.values():
         publish.claim(path.parent)
+        if path.is_dir():
+            raise disk.unwritable(path, IsADirectoryError(errno.EISDIR, "is a folder"))
+    if "svg" in exports:
+        plots.load()
     done = run(request)
-    link = exports["svg"].name if "svg" in exports else None
-    made: dict[str, Callable[[], str]] = {
-        "svg": lambda: picture.ratios(done),
-        "json": lambda: pretty(done.to_json()),
-        "md": lambda: page.markdown(done, commands=[command], svg=link),
-    }
-    for kind, render in made.items():
-        if kind in exports:
-            publish.write(exports[kind].parent, {exports[kind].name: render()})
-    return made["json"]() if as_json else page.console(done)
+    for kind, path in exports.items():
+        publish.write(path.parent, {path.name: _exported(kind, done, exports, command)})
+    return pretty(done.to_json()) if as_json else page.console(done)
+
+
+def _exported(kind: str, done: Bench, exports: dict[str, Path], command: str) -> str:
+    if kind == "svg":
+        return picture.ratios(done)
+    if kind == "json":
+        return pretty(done.to_json())
+    svg = exports.get("svg")
+    link = None if svg is None else Path(os.path.relpath(svg, exports["md"].parent)).as_posix()
+    return page.markdown(done, commands=[command], svg=link)
 
 
 def files(done: Bench, *, commands: list[str]) -> dict[str, str]:
@@ -51,24 +60,20 @@ def run(request: Request) -> Bench:
     machine.require_mlx_lm()
     checkpoint = request.checkpoint(steps())
     lists = request.lists(checkpoint)
-    plots.load_aside()
-    with _blocks(request, checkpoint, lists) as blocks:
-        announce("bench", sum(grid.seconds(block, request) for _, block in blocks))
+    with process.scratch() as room:
         watch = Watch()
+        blocks = list(_blocks(request, checkpoint, lists, room))
+        if not blocks:
+            raise Refusal("nothing to time", remedy="give --prefill, --decode or --overhead")
+        announce("bench", sum(grid.seconds(block, request) for block in blocks))
         say("bench: counting what a GPU would run")
-        counted = tuple(
-            count.counted(block.checkpoint, block.dtype, request.device, name=name)
-            for name, block in blocks
-        )
+        counted = tuple(count.counted(block, request.device) for block in blocks)
         cells: list[Cell] = []
         facts: dict[str, Any] = {}
-        for name, block in blocks:
+        for block in blocks:
             with turns.pair(block, request.device) as engines:
-                facts = facts or {
-                    "environment": engines[0].ask("environment"),
-                    "copy": engines[0].ask("copy"),
-                }
-                cells += turns.cells(block, engines, request, name)
+                facts = facts or {key: engines[0].ask(key) for key in ("environment", "copy")}
+                cells += turns.cells(block, engines, request)
     return Bench(
         model=checkpoint.name,
         source=checkpoint.source,
@@ -80,27 +85,16 @@ def run(request: Request) -> Bench:
     )
 
 
-@contextmanager
-def _blocks(
-    request: Request, checkpoint: Checkpoint, lists: Lists
-) -> Iterator[list[tuple[str, Block]]]:
-    """What each pair of processes has to do, with a name for a model that is not the one at hand.
-
-    Models that are made are gone at the end.
-    """
+def _blocks(request: Request, checkpoint: Checkpoint, lists: Lists, room: Path) -> Iterator[Block]:
+    """What each pair of processes has to do; models are made in the folder `room`."""
     places = grid.places(request, lists)
-    with process.scratch() as room:
-        found = []
-        for dtype in lists.dtypes if places else ():
-            of = checkpoint
-            if dtype == PACKED:
-                say(f"bench: packing {checkpoint.name} in 4 bits")
-                of = models.packed(checkpoint, room / PACKED)
-            found.append(("", Block(of, dtype, places)))
-        if request.with_overhead:
-            made = models.overhead(room / "overhead")
-            at = (grid.Place(1, length, False, True) for length in models.LENGTHS)
-            found.append((models.OVERHEAD, Block(made, "float32", tuple(at))))
-        if not found:
-            raise Refusal("nothing to time", remedy="give --prefill, --decode or --overhead")
-        yield found
+    for dtype in lists.dtypes if places else ():
+        of = checkpoint
+        if dtype == PACKED:
+            say(f"bench: packing {checkpoint.name} in 4 bits")
+            of = models.packed(checkpoint, room / PACKED)
+        yield Block("", of, dtype, places)
+    if request.with_overhead:
+        places = tuple(grid.Place(1, length, False, True) for length in models.LENGTHS)
+        made = models.overhead(room / "overhead")
+        yield Block(models.OVERHEAD, made, "float32", places)

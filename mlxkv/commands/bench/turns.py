@@ -73,17 +73,17 @@ def _worker(*given: str) -> Iterator[Worker]:
         process.wait()
 
 
-def cells(block: Block, engines: Pair, request: Request, model: str) -> Iterator[Cell]:
+def cells(block: Block, engines: Pair, request: Request) -> Iterator[Cell]:
     """Each place's prefill, then its decode, as they are measured."""
     _fill(engines, Place(1, 2, True, True), WARM)
     for place in block.places:
-        yield from _of(block, engines, place, request, model)
+        yield from _of(block, engines, place, request)
 
 
-def _of(block: Block, engines: Pair, place: Place, request: Request, model: str) -> Iterator[Cell]:
+def _of(block: Block, engines: Pair, place: Place, request: Request) -> Iterator[Cell]:
     room = place.length + (request.steps if place.decode else 0)
-    labels = (model, block.dtype, place.batch)
-    say(f"bench: {model or block.dtype}, batch {place.batch}, {place.length:,} tokens")
+    labels = (block.name, block.dtype, place.batch)
+    say(f"bench: {block.title}, batch {place.batch}, {place.length:,} tokens")
     if place.prefill:
         asked = ("prefill", place.length, place.batch, room)
         sides = _measured(engines, asked, place.batch * place.length, request.rounds)
