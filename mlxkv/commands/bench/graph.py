@@ -11,7 +11,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +74,48 @@ def _node(name: str, inputs: list[str]) -> Node:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Within, a call of `mx.fast` makes one primitive, of the shape and dtype of its first array.
+    """Within, a call of `mx.fast` makes one primitive, of the shape and dtype of its first array,
+    and whoever asks for the default device is told that it is a GPU.
 
     What it computes is wrong. `mx.depends` is one primitive, takes any number of arrays, and is
     nothing that `mx.compile` would fuse with its neighbours. Functions that were compiled before
     keep what they were compiled to, so models must be loaded within.
     """
-    before = {name: getattr(mx.fast, name) for name in _STAND_INS}
-    for name, (kind, stand_in) in _STAND_INS.items():
-        # Of two numbers: equal scalars are made one by `mx.compile`.
-        _MARKS.setdefault(kind, mx.array([len(_MARKS), 0]))
-        setattr(mx.fast, name, stand_in(_MARKS[kind]))
-    mx.eval(_MARKS)
+    marks = {kind: _MARKS.setdefault(kind, _marked(kind)) for kind, _ in _STAND_INS.values()}
+    new = {name: stand_in(marks[kind]) for name, (kind, stand_in) in _STAND_INS.items()}
+    gpu = mx.Device(mx.gpu)
+    with _replaced(mx.fast, new), _replaced(mx, default_device=lambda: gpu, stream=_stream):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, new: Mapping[str, Any] | None = None, **more: Any) -> Iterator[None]:
+    """A module with other functions by these names."""
+    put = {**(new or {}), **more}
+    before = {name: getattr(module, name) for name in put}
+    for name, function in put.items():
+        setattr(module, name, function)
     try:
         yield
     finally:
         for name, function in before.items():
-            setattr(mx.fast, name, function)
+            setattr(module, name, function)
+
+
+_real_stream = mx.stream
+
+
+def _stream(where: Any) -> AbstractContextManager[Any]:
+    """`mx.stream`, which leaves the streams alone where it is given the GPU that is not there."""
+    absent = isinstance(where, mx.Device) and where.type == mx.DeviceType.gpu
+    return nullcontext() if absent else _real_stream(where)
+
+
+def _marked(kind: str) -> mx.array:
+    """An array that stands for a kind. Equal scalars would be made one by `mx.compile`."""
+    mark = mx.array([ord(letter) for letter in kind])
+    mx.eval(mark)
+    return mark
 
 
 StandIn = Callable[..., mx.array]
