@@ -419,7 +419,7 @@ def reports(
 ) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
-    Two parts are made only when they are named. bench wants a quiet machine for two hours. scale
+    Two parts are made only when they are named. bench wants a quiet machine for an hour. scale
     makes models of up to 7 billion parameters, and up to 32,768 tokens; it takes hours and tens of
     gigabytes of disk, and each of its cases is kept when it is done.
 
@@ -469,7 +469,7 @@ def bench(
     """Measure the port's speed beside mlx-lm's, and count what a GPU would run of both.
 
     Turns of both engines follow each other; what counts is the ratio of a pair. Without options it
-    takes less than 10 minutes on two quiet cores, with --full about two hours.
+    takes less than 10 minutes on two quiet cores, with --full about an hour.
     """
     from mlxkv.commands.bench.ask import Request
     from mlxkv.commands.bench.run import report

@@ -144,7 +144,7 @@ SECONDS = {
     "cost": 540,
     "selftest": 260,
     "calibration": 650,
-    BENCH: 7200,
+    BENCH: 3600,
     SCALE: sum(case.estimate for case in cases.everything().values()),
 }
 """About what each part takes on two cores, by the CPU time of all."""

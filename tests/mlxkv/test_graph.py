@@ -161,6 +161,16 @@ def test_a_fast_operation_is_not_fused_with_its_neighbours(x: mx.array, w: mx.ar
     assert sum(n for name, n in kinds.items() if name.startswith("Compiled")) == 2
 
 
+def test_who_asks_for_the_device_is_told_that_it_is_a_gpu(x: mx.array) -> None:
+    """What the port does for a CPU's kernels alone is not counted."""
+    with graph.as_on_a_gpu():
+        assert mx.default_device() == mx.Device(mx.gpu)
+        with mx.stream(mx.default_device()):
+            assert mx.abs(x).tolist() == x.tolist()
+    assert mx.default_device() == mx.Device(mx.cpu)
+    assert mx.stream.__module__ == "mlx.core"
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_dependency_that_stands_for_nothing_is_a_view(x: mx.array, w: mx.array) -> None:
     assert graph.count(mx.depends([mx.exp(x)], [w])[0]) == Counted(2, 1, {"Exp": 1, "Depends": 1})

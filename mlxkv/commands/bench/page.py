@@ -44,6 +44,8 @@ def console(done: Bench) -> str:
     lines += _tables(done, columns)
     lines += columns(("a decode step, port/mlx-lm", *_STEPS), _steps(done.steps), left={0})
     lines += ["", f"a copy moves {done.copy / 1e9:.1f} GB/s"]
+    for one in done.left_out:
+        lines += filled(f"left out, as a turn would take minutes: {one}", width=WIDTH)
     for warning in done.warnings:
         lines += filled(f"warning: {warning}", width=WIDTH)
     return "\n".join(lines) + "\n"
@@ -57,6 +59,7 @@ def markdown(done: Bench, *, commands: Sequence[str], svg: str | None = None) ->
         [f"![{_PLOT}]({svg})"] if svg else [],
         ["## Speed", "", "Tokens per second.", "", *_tables(done, markdown_table)],
         [f"A copy moves {done.copy / 1e9:.1f} GB/s, read and written."],
+        [f"- Left out, as a turn would take minutes: {one}" for one in done.left_out],
         ["## One decode step", "", "What a GPU would run of it, port/mlx-lm.", ""],
         markdown_table(("", *_STEPS), _steps(done.steps), left={0}),
         *(_kinds(steps) for steps in done.steps[:1]),

@@ -118,12 +118,15 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A run: `copy` is in bytes per second, read and written."""
+    """A run: `copy` is in bytes per second, read and written; `left_out` names what would have
+    taken too long.
+    """
 
     model: str
     source: str
     fingerprint: str
     cells: tuple[Cell, ...]
+    left_out: tuple[str, ...]
     steps: tuple[Steps, ...]
     copy: float
     busy: Busy
@@ -150,6 +153,7 @@ class Bench:
             "busy": asdict(self.busy),
             "copy": self.copy,
             "cells": [_cell(cell) for cell in self.cells],
+            "left_out": list(self.left_out),
             "steps": [asdict(steps) | {"ratio": steps.ratio} for steps in self.steps],
             "environment": dict(self.environment),
         }

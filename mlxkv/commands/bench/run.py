@@ -69,16 +69,20 @@ def run(request: Request) -> Bench:
         say("bench: counting what a GPU would run")
         counted = tuple(count.counted(block, request.device) for block in blocks)
         cells: list[Cell] = []
+        left_out: list[str] = []
         facts: dict[str, Any] = {}
         for block in blocks:
             with turns.pair(block, request.device) as engines:
                 facts = facts or {key: engines[0].ask(key) for key in ("environment", "copy")}
-                cells += turns.cells(block, engines, request)
+                timed = turns.Timed(block, engines, request)
+            cells += timed.cells
+            left_out += timed.left_out
     return Bench(
         model=checkpoint.name,
         source=checkpoint.source,
         fingerprint=checkpoint.fingerprint,
         cells=tuple(cells),
+        left_out=tuple(left_out),
         steps=counted,
         busy=watch.end(),
         **facts,

@@ -73,38 +73,53 @@ def _worker(*given: str) -> Iterator[Worker]:
         process.wait()
 
 
-def cells(block: Block, engines: Pair, request: Request) -> Iterator[Cell]:
-    """Each place's prefill, then its decode, as they are measured."""
-    _fill(engines, Place(1, 2, True, True), WARM)
-    for place in block.places:
-        yield from _of(block, engines, place, request)
+class Timed:
+    """What was measured with a pair: `cells`, and the names of those that were `left_out`."""
 
+    def __init__(self, block: Block, engines: Pair, request: Request) -> None:
+        self.cells: list[Cell] = []
+        self.left_out: list[str] = []
+        self._block, self._engines, self._request = block, engines, request
+        self._fill(Place(1, 2, True, True), WARM)
+        token = 0.0  # seconds of both engines, by the longest prompt so far
+        for place in block.places:
+            if token * place.tokens > grid.LONGEST and not request.chosen:
+                self.left_out.append(f"{block.title}, batch {place.batch}: {place.length:,} tokens")
+                continue
+            say(f"bench: {block.title}, batch {place.batch}, {place.length:,} tokens")
+            token = self._prefill(place) / place.tokens
+            if place.decode:
+                self._decode(place)
 
-def _of(block: Block, engines: Pair, place: Place, request: Request) -> Iterator[Cell]:
-    room = place.length + (request.steps if place.decode else 0)
-    labels = (block.name, block.dtype, place.batch)
-    say(f"bench: {block.title}, batch {place.batch}, {place.length:,} tokens")
-    if place.prefill:
+    def _prefill(self, place: Place) -> float:
+        """The seconds of a turn of both."""
+        room = place.length + (self._request.steps if place.decode else 0)
+        if not place.prefill:
+            return self._fill(place, room)
         asked = ("prefill", place.length, place.batch, room)
-        sides = _measured(engines, asked, place.batch * place.length, request.rounds)
-        yield Cell(*labels, "prefill", place.length, *sides)
-    else:
-        _fill(engines, place, room)
-    if place.decode:
-        for engine in engines:
-            engine.ask("decode", min(WARM, request.steps))
-        tokens = place.batch * request.steps
-        sides = _measured(engines, ("decode", request.steps), tokens, request.rounds)
-        # On the way half of what is decoded is held.
-        held = place.length + request.steps / 2
-        dtype = computes_in(block.dtype)
-        read = bandwidth.read_by_step(block.checkpoint, dtype, place.batch, held)
-        yield Cell(*labels, "decode", place.length, *sides, read)
+        port, other = _measured(self._engines, asked, place.tokens, self._request.rounds)
+        self._add(place, "prefill", port, other)
+        return max(port.seconds) + max(other.seconds)
 
+    def _fill(self, place: Place, room: int) -> float:
+        asked = ("prefill", place.length, place.batch, room)
+        return sum(float(engine.ask(*asked)["seconds"]) for engine in self._engines)
 
-def _fill(engines: Pair, place: Place, room: int) -> None:
-    for engine in engines:
-        engine.ask("prefill", place.length, place.batch, room)
+    def _decode(self, place: Place) -> None:
+        steps, dtype = self._request.steps, computes_in(self._block.dtype)
+        for engine in self._engines:
+            engine.ask("decode", min(WARM, steps))
+        asked, tokens = ("decode", steps), place.batch * steps
+        port, other = _measured(self._engines, asked, tokens, self._request.rounds)
+        held = place.length + steps / 2  # on the way, on average
+        read = bandwidth.read_by_step(self._block.checkpoint, dtype, place.batch, held)
+        self._add(place, "decode", port, other, read)
+
+    def _add(
+        self, place: Place, what: str, port: Side, other: Side, read: int | None = None
+    ) -> None:
+        labels = (self._block.name, self._block.dtype, place.batch, what, place.length)
+        self.cells.append(Cell(*labels, port, other, read))
 
 
 def _measured(

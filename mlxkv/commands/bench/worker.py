@@ -38,17 +38,18 @@ class Turns:
 
         return _timed(fill)
 
-    def decode(self, steps: int) -> dict[str, float]:
-        """Greedy tokens after the last prefill, which are taken back afterwards."""
+    def decode(self, steps: int) -> dict[str, Any]:
+        """Greedy tokens after the last prefill, which are taken back afterwards; also the last."""
+        tokens = self._next
 
         def decode() -> None:
-            tokens = self._next
+            nonlocal tokens
             for _ in range(steps):
                 tokens = _ids(self.engine.step(tokens))
 
         taken = _timed(decode)
         self.engine.back(steps)
-        return taken
+        return {**taken, "ids": tokens}
 
     def copy(self) -> float:
         """Bytes that a copy reads and writes in a second."""
