@@ -14,6 +14,7 @@ import pytest
 from command import mlxkv, refused
 from mlx.utils import tree_flatten
 
+from mlxkv.commands import reports
 from mlxkv.commands.bench import bandwidth, busy, grid, page, picture, run, sequence, turns
 from mlxkv.commands.bench import models as made
 from mlxkv.commands.bench.ask import Request
@@ -382,3 +383,24 @@ def test_nothing_to_time_is_refused(tiny: Checkpoint) -> None:
     assert Place(1, 8, True, False) in grid.places(
         Request(prefill=(8,)), Request(prefill=(8,)).lists(tiny)
     )
+
+
+def test_the_report_is_that_of_the_whole_grid_and_the_index_says_how_many_are_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+
+    def measured(request: Request) -> Bench:
+        asked.append(request)
+        return bench(environment=bench().environment | {"os": "Linux", "arch": "x86_64"})
+
+    monkeypatch.setattr(run, "run", measured)
+    names = [path.relative_to(tmp_path) for path in reports.write(tmp_path, only=["bench"])]
+    place = Path("Tiny/linux-x86_64-cpu")
+    kinds = ("svg", "json", "md")
+    assert names == [*(place / f"bench.{kind}" for kind in kinds), Path("README.md")]
+    assert asked == [Request(full=True)]
+    said = "as fast as mlx-lm or faster in 3 of 3 cells"
+    row = f"| [bench]({place}/bench.md) | Tiny | linux-x86_64-cpu | {said} |"
+    assert row in (tmp_path / "README.md").read_text()
+    assert reports.check(tmp_path, only=["bench"]).lines == ()
