@@ -313,10 +313,10 @@ Tiny  mlx 0.32.4 cpu (BLIS)  a CPU, 2 cores
 
 float32, batch 1     port  mlx-lm  ratio         range  peak MB  of copy
 prefill 128         320.0   256.0   1.20  1.00 to 1.25  612/640        -
-decode after 1,024   16.0    13.3   1.20  1.10 to 1.30  620/5.0  43%/36%
+decode after 1,024   16.0    13.3   1.20  1.10 to 1.30  620/5.0   43/36%
 
 30 layers of 64    port  mlx-lm  ratio         range  peak MB  of copy
-decode after 128  2,000   2,000   1.00  1.00 to 1.00  5.0/5.0  10%/10%
+decode after 128  2,000   2,000   1.00  1.00 to 1.00  5.0/5.0   10/10%
 
 a decode step, port/mlx-lm   primitives  kernels  ms to build  ratio
 float32                     1,131/1,450  524/514    2.00/4.00   0.50
@@ -339,7 +339,7 @@ def test_a_page_says_what_was_measured_and_what_its_words_mean() -> None:
 | float32, batch 1   |  port | mlx-lm | ratio |        range | peak MB | of copy |
 | ------------------ | ----: | -----: | ----: | -----------: | ------: | ------: |
 | prefill 128        | 320.0 |  256.0 |  1.20 | 1.00 to 1.25 | 612/640 |       - |
-| decode after 1,024 |  16.0 |   13.3 |  1.20 | 1.10 to 1.30 | 620/5.0 | 43%/36% |
+| decode after 1,024 |  16.0 |   13.3 |  1.20 | 1.10 to 1.30 | 620/5.0 |  43/36% |
 """
     kinds = """\
 | primitive     | port | mlx-lm | kernels each |
@@ -354,7 +354,7 @@ def test_a_page_says_what_was_measured_and_what_its_words_mean() -> None:
     assert "](bench.svg)" in text
     assert "**Warning**" not in text
     loud = page.markdown(bench(busy=Busy(1.5)), commands=["mlxkv bench"])
-    assert "> **Warning**: others used 1.5 of" in loud
+    assert "- **Warning**: others used 1.5 of" in loud
     assert "![" not in loud
     assert "eval_gpu" in loud
 

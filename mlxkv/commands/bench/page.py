@@ -55,7 +55,7 @@ def markdown(done: Bench, *, commands: Sequence[str], svg: str | None = None) ->
     """The page; `svg` is the picture's name beside it."""
     parts = [
         [f"# The port's speed beside mlx-lm's: {done.model}"],
-        [f"> **Warning**: {warning}" for warning in done.warnings],
+        [f"- **Warning**: {warning}" for warning in done.warnings],
         [f"![{_PLOT}]({svg})"] if svg else [],
         ["## Speed", "", "Tokens per second.", "", *_tables(done, markdown_table)],
         [f"A copy moves {done.copy / 1e9:.1f} GB/s, read and written."],
@@ -85,9 +85,9 @@ def _row(cell: Cell, copy: float) -> list[str]:
     peaks = "/".join(_megabytes(side.peak) for side in sides)
     speeds = [_speed(side) for side in sides]
     moved = [cell.bandwidth(side) for side in sides]
-    share = "/".join(f"{100 * one / copy:.0f}%" for one in moved if one is not None)
+    share = "/".join(f"{100 * one / copy:.0f}" for one in moved if one is not None)
     spread = f"{low:.2f} to {high:.2f}"
-    return [cell.name, *speeds, f"{cell.ratio:.2f}", spread, peaks, share or "-"]
+    return [cell.name, *speeds, f"{cell.ratio:.2f}", spread, peaks, f"{share}%" if share else "-"]
 
 
 def _speed(side: Side) -> str:
