@@ -24,8 +24,8 @@ _WORDS = {
     "its time, by what a copy of 256 MB reads and writes; a step that reads each byte once and "
     "waits for nothing else would be at about 100 %",
     PACKED: "MLX's affine 4 bits in groups of 64, made of the model at hand; float32 arithmetic. "
-    "Of both engines some 30 kernels too many are counted: a CPU unpacks the embedding's row by small "
-    "ones, and a GPU by one",
+    "Some 30 kernels too many are counted of both engines: a CPU unpacks the embedding's row by "
+    "small ones, and a GPU by one",
     "primitives": "nodes of the graph from a token's id to the greedy next one, with one for each "
     "call of `mx.fast`, as on a GPU; what `mx.compile` fused is one",
     "kernels": "what a GPU runs for them. No kernel: " + ", ".join(sorted(VIEWS)) + ", whose "
