@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(path_type=Path)
 PARTS = click.Choice(
-    ["compare", "pitfalls", "caches", "prompts", "long", "cost", "selftest", "calibration", "scale"]
+    [
+        "compare",
+        "pitfalls",
+        "caches",
+        "prompts",
+        "long",
+        "cost",
+        "selftest",
+        "calibration",
+        "bench",
+        "scale",
+    ]
 )
 CASES = click.Choice(["wide4", "wide8", "whole", "long", "one"])
 ONE_OR_MORE = Whole(1)
@@ -388,7 +399,9 @@ def calibrate(**options: Any) -> Callable[..., Report]:
     "Make them again in a scratch folder and compare with the committed ones.",
     is_flag=True,
 )
-@option("--only", "Some of the parts  [default: all but scale]", type=PARTS, multiple=True)
+@option(
+    "--only", "Some of the parts  [default: all but bench and scale]", type=PARTS, multiple=True
+)
 @option(
     "--case",
     "Of scale: only this case; may be given again.",
@@ -411,8 +424,9 @@ def reports(
 ) -> None:
     """Make everything under reports/ again, or check that it still says the same.
 
-    The part scale is made only when it is named: models of up to 7 billion parameters, and up to
-    32,768 tokens. It takes hours and tens of gigabytes of disk; each case is kept when it is done.
+    Two parts are made only when they are named. bench wants a quiet machine for an hour. scale
+    makes models of up to 7 billion parameters, and up to 32,768 tokens; it takes hours and tens of
+    gigabytes of disk, and each of its cases is kept when it is done.
 
     The check wants tokens, errors and verdicts exactly and deltas within a factor of 2; it exits
     with 1 and a diff otherwise. Of reports that another CPU made, or other instructions of it, it
@@ -431,17 +445,43 @@ def reports(
 
 @cli.command()
 @_model
-@_dtype("What both compute in.")
+@option("--full", "The whole grid: more lengths, all dtypes, batches of 8 too.", is_flag=True)
+@option("--prefill", "Prompt lengths; only those and what --decode says.", type=Listed(whole))
+@option("--decode", "Lengths to decode after; only those and --prefill's.", type=Listed(whole))
+@option("--batch", "Sequences at once  [default: 1]", into="batches", type=Listed(whole))
+@option(
+    "--dtype",
+    "What both compute in; may be given again  [default: float32]",
+    into="dtypes",
+    type=click.Choice(["float32", "float16", "bfloat16", "4bit"]),
+    multiple=True,
+)
+@option("--overhead/--no-overhead", "A model bound by the number of its kernels.", default=None)
+@option("--steps", "Tokens decoded in a turn.", type=ONE_OR_MORE, default=32)
+@option("--rounds", "Turns of each engine  [default: as many as a cell needs]", type=ONE_OR_MORE)
 @_device
-@option("--prefill", "Prompt lengths.", type=Listed(whole), default="128,1024")
-@option("--decode", "Tokens decoded after each.", type=ONE_OR_MORE, default=32)
-@option("--rounds", "Turns of each engine per length.", type=ONE_OR_MORE, default=3)
+@option("--export-json", "Also write the figures there.", type=FOLDER)
+@option("--export-markdown", "Also write a page there.", type=FOLDER)
+@option("--export-svg", "Also draw the ratios there.", type=FOLDER)
 @_json("the figures")
-def bench(as_json: bool, **options: Any) -> None:
-    """Measure the port's speed beside mlx-lm's."""
-    from mlxkv.commands.bench import Request, run
+def bench(
+    export_json: Path | None,
+    export_markdown: Path | None,
+    export_svg: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure the port's speed beside mlx-lm's, and count what a GPU would run of both.
 
-    _print(run(Request(**options), as_json=as_json))
+    Turns of both engines follow each other; what counts is the ratio of a pair. Without options it
+    takes less than 10 minutes on two quiet cores, with --full about an hour.
+    """
+    from mlxkv.commands.bench.ask import Request
+    from mlxkv.commands.bench.run import report
+
+    exports = {"json": export_json, "md": export_markdown, "svg": export_svg}
+    given = {kind: path for kind, path in exports.items() if path is not None}
+    _print(report(Request(**options), given, as_json=as_json, command=_command_line()))
 
 
 @cli.command()

@@ -26,11 +26,14 @@ WORST_PLAN = {
     "mlxkv-calibrate/1": {"run", "plan"},
     "mlxkv-prompts/1": {"plan"},
     "mlxkv-scale/1": {"plan", "cold", "warm", "ran", "measured", "truth", "sources", "machine"},
+    "mlxkv-bench/2": {"busy", "copy", "warnings", "seconds", "peak", "speed", "bandwidth", "ratio"}
+    | {"ratios", "spread"},
     "mlxkv-cost/1": {"prefill_speed", "decode_speed", "errors", "apart", "mean_dp", "rates"},
 }
 """By format what names the run or plan in which a value was worst (elsewhere `plan` names a row);
-of costs the speeds, and what lies about 0; at scale times and peaks, as it stands beside each bar
-whether it is met, and what float64's own rounding makes."""
+of speeds all but what was timed and what a GPU would run; of costs the speeds, and what lies about
+0; at scale times and peaks, as it stands beside each bar whether it is met, and what float64's own
+rounding makes."""
 COUNTS = {"top1_equal", "top5_equal", "distinct_members", "peak", "decisive_flips"}
 """Whole numbers that rounding decides, or what MLX needs in passing."""
 WORDS = {"gate", "tap", "hint", "notes"}

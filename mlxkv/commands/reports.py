@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.commands import diff
+from mlxkv.commands.bench import run as bench
+from mlxkv.commands.bench.ask import Request as Timed
 from mlxkv.commands.compare import many, page, prompts
 from mlxkv.commands.compare import run as comparing
 from mlxkv.commands.compare.ask import Request
@@ -30,8 +32,10 @@ from oracle.formats import disk, strict_json, trace
 from oracle.formats.errors import Refusal
 
 COMMAND = "mlxkv reports"
-SCALE = "scale"
-"""The part that is made only when it is named: it takes hours, and tens of gigabytes of disk."""
+BENCH, SCALE = "bench", "scale"
+NAMED = (BENCH, SCALE)
+"""The parts that are made only when they are named: the first wants a quiet machine, the other
+takes hours, and tens of gigabytes of disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,12 @@ def _calibration(_: str, __: Sequence[trace.Trace]) -> Made:
     return Made(next(iter(done.models)), done.environment, files)
 
 
+def _bench(device: str, _: Sequence[trace.Trace]) -> Made:
+    done = bench.run(Timed(device=device, full=True))
+    commands = ["mlxkv bench --full", f"{COMMAND} --only {BENCH}"]
+    return Made(done.model, done.environment, bench.files(done, commands=commands))
+
+
 PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {
     "compare": _compare,
     "pitfalls": _pitfalls,
@@ -120,9 +130,10 @@ PARTS: dict[str, Callable[[str, Sequence[trace.Trace]], Made]] = {
     "cost": _cost,
     "selftest": _selftest,
     "calibration": _calibration,
+    BENCH: _bench,
 }
-"""Each part made on a device, compare with the traces of a third engine beside it. The last two
-always run on the CPU, where the limits were chosen."""
+"""Each part made on a device, compare with the traces of a third engine beside it. selftest and
+calibration always run on the CPU, where the limits were chosen."""
 
 SECONDS = {
     "compare": 40,
@@ -133,6 +144,7 @@ SECONDS = {
     "cost": 540,
     "selftest": 260,
     "calibration": 650,
+    BENCH: 3600,
     SCALE: sum(case.estimate for case in cases.everything().values()),
 }
 """About what each part takes on two cores, by the CPU time of all."""
@@ -164,7 +176,7 @@ def write(
     device: str = "auto",
     at: Scale = Scale(),
 ) -> Iterator[Path]:
-    """Makes all parts but scale, or `only` some, and the index: each file's path when it is there.
+    """Makes all parts but NAMED, or `only` some, and the index: each file's path when it is there.
 
     `at` is for the part scale.
     """
@@ -176,15 +188,13 @@ def write(
         )
     publish.claim(out)
     third = [trace.read(path) for path in candidates]
-    parts = [part for part in PARTS if not only or part in only]
+    parts = [part for part in PARTS if (part in only if only else part not in NAMED)]
     if parts:
         announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
-    if not only:
-        takes = f"{SECONDS[SCALE] / 3600:.0f} hours"
-        print(
-            f"reports: without {SCALE}, which takes {takes}: `{COMMAND} --only {SCALE}`",
-            file=sys.stderr,
-        )
+    for part in () if only else NAMED:
+        takes = f"{SECONDS[part] / 3600:.0f} hours"
+        left = f"reports: without {part}, which takes {takes}: `{COMMAND} --only {part}`"
+        print(left, file=sys.stderr)
     for part in parts:
         say(f"reports: {part}")
         made = PARTS[part](device, third)
@@ -256,6 +266,9 @@ def _of_scale(one: Scaled) -> str:
 
 
 def _result(value: Any) -> str:
+    if "cells" in value:
+        ahead = sum(cell["ratio"] >= 1 for cell in value["cells"])
+        return f"as fast as mlx-lm or faster in {ahead} of {several(len(value['cells']), 'cell')}"
     if "trials" in value:
         trials = [t for some in value["trials"].values() for t in some]
         return f"{sum(not t['passed'] for t in trials)} of {len(trials)} runs judged wrongly"

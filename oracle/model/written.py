@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from oracle.formats import header
 from oracle.formats.disk import atomic, write_text
+from oracle.formats.header import Tensor
 
 Array = npt.NDArray[Any]
 VALUES = ("float32", "float16", "bfloat16", "4-bit")
@@ -100,6 +101,16 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], *seed: int) -> Callable[[str], 
         return random.standard_normal(shapes[name], np.float32) * std
 
     return weight
+
+
+def read(tensor: Tensor) -> Array:
+    """A stored tensor in float32."""
+    raw = np.fromfile(tensor.file, np.uint8, tensor.stop - tensor.start, offset=tensor.start)
+    if tensor.dtype == "BF16":
+        wide = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        wide = raw.view({"F32": np.float32, "F16": np.float16}[tensor.dtype])
+    return wide.astype(np.float32).reshape(tensor.shape)
 
 
 def _packs(shape: tuple[int, ...], values: str) -> bool:

@@ -72,6 +72,8 @@ def test_reports_say_their_parts_and_the_sum_of_their_times(
     assert said[0] == f"reports: {parts}: about 50 min on two cores"
     list(reports.write(tmp_path / "one", only=["compare"]))
     assert said[-1] == "reports: compare: about 40 s on two cores"
+    list(reports.write(tmp_path / "named", only=["bench"]))
+    assert said[-1] == "reports: bench: about 60 min on two cores"
 
 
 def test_nothing_is_said_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,8 @@ CHILDREN = (
     process.OWN,
     "oracle",
     "mlxkv",
-    "mlxkv.commands.bench",
+    "mlxkv.commands.bench.count",
+    "mlxkv.commands.bench.worker",
     "mlxkv.commands.pitfalls.memory",
     "mlxkv.commands.selftest.worker",
 )

@@ -28,7 +28,6 @@ from mlxkv.commands.scale.faulty import Planted, Scaled, Slipped
 from mlxkv.commands.scale.memory import Memory, Watch
 from mlxkv.commands.scale.result import Fault, Model, Place, Ran, Result, Same, Worst
 from mlxkv.commands.scale.sequence import Ids
-from mlxkv.commands.scale.widen import read
 from mlxkv.engines import port
 from mlxkv.engines.own import OwnRunner
 from mlxkv.judge.case import read_case
@@ -38,6 +37,7 @@ from oracle.formats.errors import AlreadySaid, Refusal
 from oracle.formats.trace import Meta, Trace
 from oracle.model import tokenizer, written
 from oracle.model.checkpoint import Checkpoint, resolve
+from oracle.model.written import read
 
 FolderOf = Callable[[str], Path]
 MB = 1_000_000

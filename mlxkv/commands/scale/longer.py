@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxkv.commands.scale.widen import read
 from oracle.formats.disk import linked
 from oracle.model import written
 from oracle.model.checkpoint import resolve
@@ -33,7 +32,7 @@ def longer(model: str | None, out: Path, *, layers: int, positions: int) -> Path
         if not name.startswith("model.layers.") or ".".join(name.split(".")[:3]) in kept
     }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    written.save(out, config, shapes, lambda name: read(tensors[name]))
+    written.save(out, config, shapes, lambda name: written.read(tensors[name]))
     for name in _TOKENIZER:
         if (checkpoint.folder / name).exists():
             linked(checkpoint.folder / name, out / name)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oracle.formats.header import Tensor
 from oracle.model import written
 from oracle.model.checkpoint import resolve
 
@@ -48,7 +47,7 @@ def widen(model: str | None, out: Path, *, times: int, values: str = "float32") 
         out,
         config,
         shapes,
-        lambda name: _wide(name, read(tensors[name]), times, tied=tied),
+        lambda name: _wide(name, written.read(tensors[name]), times, tied=tied),
         values=values,
     )
 
@@ -66,16 +65,6 @@ def wider(config: Mapping[str, Any], times: int) -> dict[str, Any]:
 def shares(times: int) -> list[float]:
     """Powers of two that add up to 1, one for each copy: 1/2, 1/4, 1/8, 1/8 for four."""
     return [2.0 ** -min(i + 1, times - 1) for i in range(times)] if times > 1 else [1.0]
-
-
-def read(tensor: Tensor) -> Array:
-    """A stored tensor in float32."""
-    raw = np.fromfile(tensor.file, np.uint8, tensor.stop - tensor.start, offset=tensor.start)
-    if tensor.dtype == "BF16":
-        wide = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        wide = raw.view({"F32": np.float32, "F16": np.float16}[tensor.dtype])
-    return wide.astype(np.float32).reshape(tensor.shape)
 
 
 def _shape(name: str, shape: tuple[int, ...], times: int) -> tuple[int, ...]:
