@@ -437,6 +437,24 @@ def test_queries_in_blocks_give_what_all_at_once_give(
     np.testing.assert_allclose(logits(), whole, rtol=0, atol=1e-12 * np.abs(whole).max())
 
 
+@pytest.mark.parametrize("layout", models.LAYOUTS)
+def test_exponentials_by_numpy_are_those_by_tanh(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    model = model_of(layout, "float64")
+    tokens = np.array([models.ids(19), models.ids(19, seed=1)])
+
+    def logits() -> npt.NDArray[np.float64]:
+        return np.array(model(tokens, cache=Cache(model.config, dtype="float64")))
+
+    few, taken = logits(), []
+    monkeypatch.setattr(ops, "MANY", 19 * 19)
+    monkeypatch.setattr(ops.np, "exp", lambda x, by=np.exp: taken.append(x.dtype) or by(x))
+    many = logits()
+    assert taken == [np.float64] * model.config.num_hidden_layers
+    np.testing.assert_allclose(many, few, rtol=0, atol=1e-13 * np.abs(few).max())
+
+
 # What a tap is shown.
 
 ROWS = ("input_norm", "attention", "o_proj", "post_norm", "down", "hidden")
