@@ -90,7 +90,7 @@ class Layer:
 
     A Layer never changes: an append makes a new one. MLX writes into the old buffer when nobody
     else holds it and copies it when somebody does. So clones share memory until one side writes,
-    and never see each other's rows. `written` rows were, of which those from `length` on are cropped.
+    and never see each other's rows. Of `written` rows those from `length` on are cropped.
     """
 
     buffers: Buffers | None = None

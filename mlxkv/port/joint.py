@@ -49,7 +49,7 @@ class Joint:
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """[..., in] -> what each projection gives, [..., out]"""
-        return mx.split(self.whole(x), self._ends, axis=-1)
+        return [*mx.split(self.whole(x), self._ends, axis=-1)]
 
     def through(self, whole: nn.Module) -> Joint:
         """One that multiplies with another module and asks for no projections; it keeps none."""
@@ -129,7 +129,8 @@ def _turn(module: nn.Module) -> None:
 
 def hollow(module: nn.Module) -> Any:
     """A module like this one, without its arrays."""
-    made = type(module).__new__(type(module))
+    kind: Any = type(module)
+    made = kind.__new__(kind)
     vars(made).update(vars(module))
     return made
 

@@ -289,13 +289,8 @@ class Llama(nn.Module):
 
     @property
     def steps_compiled(self) -> bool:
-        """Whether decoding is compiled here.
-
-        Not in float64, whose sums are to stay in one order, not on several ranks, which speak with
-        one another inside a layer, and not without a C++ compiler on a CPU.
-        """
-        whole = self.part is None and self.dtype != mx.float64
-        return self.compiled and whole and step.compiles()
+        """Whether decoding is compiled, as `step.serves` has it and `compiled` allows."""
+        return self.compiled and step.serves(self.dtype, whole=self.part is None)
 
     def forward(
         self,

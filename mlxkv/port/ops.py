@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager
 import mlx.core as mx
 import numpy as np
 
+from mlxkv.port.watched import watch
+
 MANY = 2**20
 """Scores from which numpy takes the exponentials of a float64 softmax, and the block is computed
 then. 9 heads of 56 queries and 8,191 keys took 75 ms of CPU so, and 184 by tanh. Fewer scores stay
 part of a graph that is not computed yet."""
-
-from mlxkv.port.watched import watch
 
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,

@@ -4,14 +4,15 @@ Building the graph of a step takes as long as computing it where the model is sm
 same graph at every step. So the step is traced once, over whole buffers under a mask, and replayed:
 what changes from step to step is an input, the position too. The layers are traced as they are;
 `Rows` gives them arrays that are not known yet where a cache gives them known ones. It is traced
-again when buffers grow, for another batch, and when anything about the model but its arrays changes.
+again when buffers grow, for another batch, and when anything about the model but its arrays is
+another.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import mlx
 import mlx.core as mx
 from mlx import nn
 
-from mlxkv.port.joint import Joint, hollow
+from mlxkv.port.joint import hollow
 from mlxkv.port.watched import KINDS, unchanged, watch
 
 if TYPE_CHECKING:
@@ -176,11 +177,26 @@ def _copied(module: Any, new: dict[int, Any]) -> Any:
     return made
 
 
-def compiles() -> bool:
-    """Whether MLX compiles on the device in use.
+def serves(dtype: mx.Dtype, *, whole: bool) -> bool:
+    """Whether decoding is compiled here.
 
-    On a CPU it does where there is a C++ compiler, though this module leaves that nothing to do.
+    Not in float64, whose sums stay in one order, and not on one of several ranks, which speak with
+    one another inside a layer; `whole` is a model that is not shared. On a CPU MLX compiles only
+    beside a C++ compiler, though this module leaves nothing for that to do.
     """
+    return whole and dtype != mx.float64 and compiles()
+
+
+def words(dtype: mx.Dtype, *, whole: bool, tapped: bool) -> str:
+    """How decoding goes, for a report."""
+    if not tapped and serves(dtype, whole=whole):
+        return "compiled"
+    bare = whole and not tapped and dtype != mx.float64
+    return "not compiled (no C++ compiler)" if bare else "not compiled"
+
+
+def compiles() -> bool:
+    """Whether MLX compiles on the device in use."""
     return _compiles(str(mx.default_device()))
 
 
