@@ -135,17 +135,24 @@ class Layer:
         """The buffers with room for a row, and zeros in place of the rows that were cropped.
 
         None where nothing is held. A step that reads whole buffers gives a cropped row the weight
-        0, which would not hide a NaN.
+        0, which would not hide a NaN. How large they are follows from `length` alone, so that the
+        sums are those of any cache that holds these rows.
         """
         if self.buffers is None:
             return None
-        stale, full = self.written - self.length, self.buffers[0].shape[2] == self.length
-        if stale <= 0 and not full:
+        capacity = -(-(self.length + 1) // BLOCK) * BLOCK
+        if self.written <= self.length and self.buffers[0].shape[2] == capacity:
             return self.buffers
-        keys, values = self.buffers
-        B, K, _, D = keys.shape
-        zeros = mx.zeros((B, K, max(stale, 1), D), keys.dtype)
-        return _put(keys, zeros, self.length), _put(values, zeros, self.length)
+        keys, values = (self._fitted(buffer, capacity) for buffer in self.buffers)
+        return keys, values
+
+    def _fitted(self, buffer: mx.array, capacity: int) -> mx.array:
+        """A buffer of so many rows, of which those that are not held and were written are 0."""
+        B, K, _, D = buffer.shape
+        buffer, stale = buffer[:, :, :capacity], min(self.written, capacity) - self.length
+        if stale > 0:
+            buffer = _put(buffer, mx.zeros((B, K, stale, D), buffer.dtype), self.length)
+        return mx.pad(buffer, [(0, 0), (0, 0), (0, capacity - buffer.shape[2]), (0, 0)])
 
 
 class Cache:

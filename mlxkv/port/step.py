@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,10 @@ from mlxkv.port.watched import KINDS, unchanged, watch
 if TYPE_CHECKING:
     from mlxkv.port.cache import Buffers, Cache
     from mlxkv.port.llama import Llama
+
+SHAPES = 8
+"""Shapes of buffers beyond which what was traced is dropped, and traced again as it is needed. A
+trace of 30 layers was seen to take 4 MB."""
 
 Function = Callable[..., tuple[mx.array, list["Buffers"]]]
 
@@ -67,11 +73,25 @@ class Rows:
         return self.hidden
 
 
-class Step:
-    """The compiled steps of one model; MLX keeps one for each shape of the buffers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A compiled function, what its traces take for given, and the shapes they were made for."""
+
+    fixed: list[Any]
+    function: Function
+    shapes: list[tuple[int, ...]]
+
+
+class Step(threading.local):
+    """The compiled steps of one model, in each thread its own.
+
+    MLX keeps what it traced by thread and by the function's address, and on the function's end
+    forgets it in the last thread alone that called it: another would replay it for whatever comes
+    to that address.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[bool, tuple[Any, Function]] = {}
+        self._made: dict[bool, _Made] = {}
 
     def __deepcopy__(self, memo: Any) -> Step:
         return Step()
@@ -83,28 +103,36 @@ class Step:
         buffers = None if leaves is None else cache.room()
         if leaves is None or buffers is None:
             return None
-        function = self._function(model, leaves, cache.guarded)
-        at, held = mx.array([start]), mx.array([len(cache)])
+        made = self._of(model, leaves, cache.guarded)
+        at, held, traces = mx.array([start]), mx.array([len(cache)]), len(made.shapes)
         arrays = [array for leaf in leaves for array in leaf.values()]
         try:
-            logits, buffers = function(ids, at, held, (cache.cos, cache.sin), buffers, arrays)
+            tables = cache.cos, cache.sin
+            logits, buffers = made.function(ids, at, held, tables, buffers, arrays)
         finally:
-            _fusing(True)
+            if len(made.shapes) > traces and _probe():
+                _fusing(True)
         cache.wrote(buffers)
         return logits
 
-    def _function(self, model: Llama, leaves: list[nn.Module], guarded: bool) -> Function:
+    def _of(self, model: Llama, leaves: list[nn.Module], guarded: bool) -> _Made:
         """The function for the model as it is now, but for its arrays."""
         found, fixed = self._made.get(guarded), _fixed(model, leaves)
-        if found is None or found[0] != fixed:
+        if found is None or found.fixed != fixed or len(found.shapes) > SHAPES:
             kept = [value.copy() if isinstance(value, dict) else value for value in fixed]
-            found = kept, mx.compile(_traced(model, leaves, guarded))
-            self._made[guarded] = found
-        return found[1]
+            shapes: list[tuple[int, ...]] = []
+            function = mx.compile(_traced(model, leaves, shapes, guarded=guarded))
+            found = self._made[guarded] = _Made(kept, function, shapes)
+        return found
 
 
-def _traced(model: Llama, leaves: Sequence[nn.Module], guarded: bool) -> Function:
-    """The step of a model; it keeps the model's form, and none of its arrays."""
+def _traced(
+    model: Llama, leaves: Sequence[nn.Module], shapes: list[tuple[int, ...]], *, guarded: bool
+) -> Function:
+    """The step of a model; it keeps the model's form, and none of its arrays.
+
+    At each trace it notes the shape [B, K, capacity, D] in `shapes`.
+    """
     shells = [hollow(leaf) for leaf in leaves]
     names = [[*leaf] for leaf in leaves]
     form = _copied(model, {id(leaf): shell for leaf, shell in zip(leaves, shells, strict=True)})
@@ -125,7 +153,9 @@ def _traced(model: Llama, leaves: Sequence[nn.Module], guarded: bool) -> Functio
                 new[id(shell)][key] = next(given)
         rows = Rows(at, held, tables, [*buffers], guarded=guarded)
         logits = _copied(form, new).forward(ids, rows, at, -1, None)
-        _fusing(False)
+        shapes.append(buffers[0][0].shape)
+        if _probe():
+            _fusing(False)
         return logits, rows.buffers
 
     return step
@@ -157,7 +187,7 @@ def _fixed(model: Llama, leaves: list[nn.Module]) -> list[Any]:
         a = block["self_attn"]
         found += (type(a), a.layer, a.n_heads, a.n_kv_heads, a.head_dim, a.scale)
     for leaf in leaves:
-        found += (type(leaf), vars(leaf))
+        found += (type(leaf), vars(leaf), [*leaf])
     return found
 
 
@@ -202,6 +232,11 @@ def compiles() -> bool:
 
 @cache
 def _compiles(device: str) -> bool:
+    return _probe()
+
+
+def _probe() -> bool:
+    """Whether MLX compiles now: somebody may have told it not to."""
     traces = []
 
     def probe(x: mx.array) -> mx.array:

@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from test_rope_types import TYPES, described
 
 from mlxkv.port import cache as cache_module
 from mlxkv.port import llama, ops, packed, step, watched
-from mlxkv.port.cache import BLOCK, Cache
+from mlxkv.port.cache import BLOCK, Cache, Layer
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.step import Step
 from mlxkv.port.weights import load
@@ -320,6 +321,30 @@ def test_a_step_over_the_end_of_a_block_is_traced_anew_and_twice_over_is_not(
     assert found.shape == (40,)
 
 
+def test_a_step_adds_up_alike_whatever_the_cache_held_before(tmp_path: Path) -> None:
+    """Buffers that grew and were cropped, that a file gave, and that somebody made to size."""
+    model = load(models.save(tmp_path, models.config("gqa", max_position_embeddings=2 * BLOCK)))
+    ids, spy = models.ids(BLOCK + 20), counted(model)
+    cache, alone = fresh(model), fresh(model)
+    run(model, cache, ids)
+    run(model, alone, ids[: BLOCK - 9])
+    cache.restore(tuple(layer.crop(BLOCK - 9) for layer in alone.layers))
+    grown = alone.clone()
+    nothing = mx.zeros((1, 2, 300, 8))
+    grown.restore(tuple(layer.append(nothing, nothing) for layer in grown.layers))
+    grown.crop(BLOCK - 9)
+    grown.save(tmp_path / "cache")
+    made = alone.clone()
+    pairs = [(layer.keys, layer.values) for layer in alone.layers]
+    made.restore(tuple(Layer(pair, BLOCK - 9) for pair in pairs))  # type: ignore[arg-type]
+    right = run(model, alone, *[[i] for i in range(12)])
+    for other in (cache, grown, made, Cache.load(tmp_path / "cache", model)):
+        assert np.array_equal(run(model, other, *[[i] for i in range(12)]), right)
+        sizes = {b.shape[2] for b in buffers(other)}
+        assert sizes == {2 * BLOCK}
+    assert (spy.calls, spy.traces) == (60, 2)
+
+
 def test_a_step_that_fails_leaves_the_cache_as_it_was(
     model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +381,37 @@ def test_a_compiled_step_keeps_neither_weights_nor_model(folder_of: Callable[[st
     del model, module
     gc.collect()
     assert gone() is None
+
+
+def test_somebody_who_has_mlx_compile_nothing_is_not_overruled(model_of: ModelOf) -> None:
+    model = model_of()
+    spy = counted(model)
+    right = decoded(model)
+    mx.disable_compile()
+    try:
+        np.testing.assert_allclose(decoded(model), right, atol=1e-5)
+        assert not step._probe()
+    finally:
+        mx.enable_compile()
+    assert np.array_equal(decoded(model), right)
+    assert (step._probe(), spy.calls, spy.traces) == (True, 18, 7)
+
+
+def test_threads_do_not_share_what_was_traced(model_of: ModelOf) -> None:
+    model, found = model_of(), []
+    spy = counted(model)
+    right = decoded(model)
+
+    def work() -> None:
+        found.append(decoded(model))
+        found.append((spy.calls, spy.traces))
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found[1::2] == [(6, 1), (6, 1)]
+    assert all(np.array_equal(rows, right) for rows in found[::2])
 
 
 # Joined weights.
