@@ -230,12 +230,23 @@ def follow(job: Job, ranks: Ranks | None = None) -> None:
     filling = Filling(checkpoint, job.dtype, rounded_to=rounded, group=group)
     meta = job.meta(
         checkpoint,
-        environment | {"rope": filling.model.config.rope.words},
+        environment | {"rope": filling.model.config.rope.words} | _ways(job, whole=ranks is None),
         engine="mlxkv" if job.guarded else "mlxkv (unguarded)",
         version=machine.version("mlxkv"),
         probes=probe() if job.dtype == "float64" else {},
     )
     follow_on(job, filling, meta, PortRunner if ranks is None else ranks.runner(PortRunner))
+
+
+def _ways(job: Job, *, whole: bool) -> dict[str, str]:
+    """Which of its ways the port takes: they add up in another order."""
+    from mlxkv.port import joint, ops, step
+
+    dtype = ops.dtype_of(job.dtype)
+    return {
+        "decode": step.words(dtype, whole=whole, tapped=bool(job.taps)),
+        "layout": "input-major" if joint.input_major(dtype) else "output-major",
+    }
 
 
 def follow_on(job: Job, filling: Filling, meta: Meta, kind: type[PortRunner] = PortRunner) -> None:

@@ -15,6 +15,7 @@ attention that is still to be computed.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from mlxkv.port import rope
 from mlxkv.port.config.llama import OF_READING, LlamaConfig
 from mlxkv.port.config.values import flat
 from mlxkv.port.ops import dtype_of, name_of
+from mlxkv.port.watched import watch
 from oracle.formats.errors import Refusal, one_line
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ _CLAIMS = threading.Lock()
 
 
 Weights = tuple[weakref.ref[mx.array], ...]
+Buffers = tuple[mx.array, mx.array]
+"""Of keys and of values, [B, K, capacity, D] each."""
 
 
 class CacheError(Refusal):
@@ -86,11 +90,12 @@ class Layer:
 
     A Layer never changes: an append makes a new one. MLX writes into the old buffer when nobody
     else holds it and copies it when somebody does. So clones share memory until one side writes,
-    and never see each other's rows.
+    and never see each other's rows. Of `written` rows those from `length` on are cropped.
     """
 
-    buffers: tuple[mx.array, mx.array] | None = None
+    buffers: Buffers | None = None
     length: int = 0
+    written: int = 0
 
     @property
     def keys(self) -> mx.array | None:
@@ -119,11 +124,35 @@ class Layer:
         """The layer with these rows, [B, K, L, D] each, after its own."""
         old = self.buffers or (None, None)
         put = (_put(old[0], keys, self.length), _put(old[1], values, self.length))
-        return Layer(put, self.length + keys.shape[2])
+        length = self.length + keys.shape[2]
+        return Layer(put, length, max(self.written, length))
 
     def crop(self, length: int) -> Layer:
         """The layer's first `length` rows; the buffers stay."""
-        return Layer(self.buffers, length) if length else Layer()
+        return Layer(self.buffers, length, max(self.written, self.length)) if length else Layer()
+
+    def room(self) -> Buffers | None:
+        """The buffers with room for a row, and zeros in place of the rows that were cropped.
+
+        None where nothing is held. A step that reads whole buffers gives a cropped row the weight
+        0, which would not hide a NaN. How large they are follows from `length` alone, so that the
+        sums are those of any cache that holds these rows.
+        """
+        if self.buffers is None:
+            return None
+        capacity = -(-(self.length + 1) // BLOCK) * BLOCK
+        if self.written <= self.length and self.buffers[0].shape[2] == capacity:
+            return self.buffers
+        keys, values = (self._fitted(buffer, capacity) for buffer in self.buffers)
+        return keys, values
+
+    def _fitted(self, buffer: mx.array, capacity: int) -> mx.array:
+        """A buffer of so many rows, of which those that are not held and were written are 0."""
+        B, K, _, D = buffer.shape
+        buffer, stale = buffer[:, :, :capacity], min(self.written, capacity) - self.length
+        if stale > 0:
+            buffer = _put(buffer, mx.zeros((B, K, stale, D), buffer.dtype), self.length)
+        return mx.pad(buffer, [(0, 0), (0, 0), (0, capacity - buffer.shape[2]), (0, 0)])
 
 
 class Cache:
@@ -274,7 +303,7 @@ class Cache:
         raise CacheError(what, where="cache", remedy=remedy)
 
     # What the model calls: `call` around all, in it `after`, then for each layer rotation, extend
-    # and mask, and `done`.
+    # and mask, or `room` and `wrote` for all at once, and `done`.
 
     @contextmanager
     def call(self, batch: int, length: int, index_pos: int | None, model: Llama) -> Iterator[int]:
@@ -409,6 +438,21 @@ class Cache:
         self._masks.move_to_end(key)
         return self._masks[key]
 
+    def room(self) -> list[Buffers] | None:
+        """Every layer's buffers with room for one row more, where all hold equally many; else None.
+
+        The cache is not changed by it.
+        """
+        if not self.use_kv_cache or len({layer.length for layer in self._layers}) > 1:
+            return None
+        found = [layer.room() for layer in self._layers]
+        return [pair for pair in found if pair is not None] if None not in found else None
+
+    def wrote(self, buffers: list[Buffers]) -> None:
+        """Takes the buffers that `room` gave, with one row more in each."""
+        length = len(self) + 1
+        self._layers = tuple(Layer(pair, length) for pair in buffers)
+
     def restore(self, layers: tuple[Layer, ...]) -> None:
         """Puts every layer back as `layers` had it before."""
         self._layers = layers
@@ -466,3 +510,6 @@ def _tables(config: LlamaConfig, dtype: mx.Dtype, length: int) -> tuple[mx.array
     cos, sin = rope.tables(config, host, length=length)
     # Without a dtype mx.array would make float32 of a float64 array.
     return mx.array(cos, dtype), mx.array(sin, dtype)
+
+
+watch(sys.modules[__name__], Cache, Layer, Causal)

@@ -15,6 +15,7 @@ that of candle's `llama.rs`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,11 +26,14 @@ import numpy.typing as npt
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlxkv.port import ops
+from mlxkv.port import ops, step
 from mlxkv.port.cache import Cache, CacheError, Causal, Mask
 from mlxkv.port.config.llama import LlamaConfig
+from mlxkv.port.joint import Joint
 from mlxkv.port.ops import Tap
 from mlxkv.port.part import Part
+from mlxkv.port.step import Rows, Step
+from mlxkv.port.watched import watch
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
@@ -62,11 +66,30 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class Several(nn.Module):
+    """What has several projections of one input, which may lie in one array."""
+
+    joint: Joint | None = None
+    names: tuple[str, ...] = ()
+
+    def projections(self) -> list[nn.Module]:
+        return [*map(self.get, self.names)]
+
+    def joined(self) -> Joint | None:
+        """What multiplies with all of them at once; let go once one has another array."""
+        joint = self.joint
+        if joint is not None and not joint.serves(self.projections()):
+            joint = self.joint = None
+        return joint
+
+
+class Attention(Several):
     """Causal self-attention whose keys and values live in the cache.
 
-    It computes in float32 whatever the weights' dtype, and in float64 where they are float64.
+    It adds up in float32 whatever the weights' dtype, and in float64 where they are float64.
     """
+
+    names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -81,35 +104,49 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.n_heads * self.head_dim, E, bias=bias)
 
-    def __call__(self, x: mx.array, cache: Cache, start: int, tap: Tap | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, cache: Cache | Rows, start: Any, tap: Tap | None = None
+    ) -> mx.array:
         """[B, L, E] -> [B, L, E]; appends to this layer of the cache."""
         B, L, _ = x.shape
-        H = self.n_heads
-        queries = self._heads(self.q_proj(x), H)  # [B, H, L, D]
-        keys = self._heads(self.k_proj(x), self.n_kv_heads)  # [B, K, L, D]
-        values = self._heads(self.v_proj(x), self.n_kv_heads)
+        H, K = self.n_heads, self.n_kv_heads
         # Queries and keys are rotated together: decoding is bound by the number of small kernels,
         # and this saves six per layer.
-        both = mx.concatenate([queries, keys], axis=1)
+        both, values = self._projected(x)
         turned = rotate(both, *cache.rotation(start, L))  # [B, H + K, L, D]
         held = cache.extend(self.layer, turned[:, H:], values)  # twice [B, K, S, D]
         hidden = fitting(cache.mask(L, start), (B, H, L, held[0].shape[2]))
-        wide = [a.astype(ops.accurate(a.dtype)) for a in (turned[:, :H], *held)]
+        dtype = ops.accurate(x.dtype)
+        if cache.guarded:  # candle always makes them wide
+            dtype = ops.attended(x.dtype, L, H // K, self.head_dim)
+        wide = [a.astype(dtype) for a in (turned[:, :H], *held)]
         mixed = blockwise(*wide, hidden=hidden, scale=self.scale, tap=tap).astype(turned.dtype)
         mixed = mixed.swapaxes(1, 2).reshape(B, L, -1)  # [B, L, H * D]
         out = self.o_proj(mixed)
         if tap is not None:
-            ops.show(tap, input_norm=x, q=queries, k=keys, v=values)
+            ops.show(tap, input_norm=x, q=both[:, :H], k=both[:, H:], v=values)
             ops.show(tap, q_rope=turned[:, :H], k_rope=turned[:, H:], attention=mixed, o_proj=out)
         return out
+
+    def _projected(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[B, L, E] -> queries and keys [B, H + K, L, D], values [B, K, L, D]"""
+        H, K, joint = self.n_heads, self.n_kv_heads, self.joined()
+        if joint is not None:
+            made = self._heads(joint.whole(x), H + 2 * K)
+            return made[:, : H + K], made[:, H + K :]
+        queries = self._heads(self.q_proj(x), H)
+        keys, values = (self._heads(project(x), K) for project in (self.k_proj, self.v_proj))
+        return mx.concatenate([queries, keys], axis=1), values
 
     def _heads(self, x: mx.array, n: int) -> mx.array:
         B, L, _ = x.shape
         return x.reshape(B, L, n, self.head_dim).swapaxes(1, 2)
 
 
-class MLP(nn.Module):
+class MLP(Several):
     """down(silu(gate(x)) * up(x)), known as SwiGLU (arXiv:2002.05202)."""
+
+    names = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -126,7 +163,8 @@ class MLP(nn.Module):
             for block in blocks:
                 mx.eval(block)
             return mx.concatenate(blocks, axis=1)
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        joint = self.joined()
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if joint is None else joint(x)
         activation = ops.silu(gate) * up
         out = self.down_proj(activation)
         if tap is not None:
@@ -144,7 +182,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x: mx.array, cache: Cache, start: int, tap: Tap | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, cache: Cache | Rows, start: Any, tap: Tap | None = None
+    ) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
         x = x + self.self_attn(self.input_layernorm(x), cache, start, tap)
         return x + self.mlp(self.post_attention_layernorm(x), tap)
@@ -155,7 +195,9 @@ class Llama(nn.Module):
 
     `fingerprint` names the weights that `load` took from a checkpoint; None for weights that came
     in another way. Weights that are changed by hand afterwards keep the name. `part` is the rank's
-    whose heads and MLP it has, None for a whole model.
+    whose heads and MLP it has, None for a whole model. With `compiled` a call of one token per
+    sequence is one compiled function where it can be (`steps_compiled`); its logits are the same
+    within the dtype's noise.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -163,6 +205,8 @@ class Llama(nn.Module):
         self.config = config
         self.fingerprint: str | None = None
         self.part: Part | None = None
+        self.compiled = True
+        self._step = Step()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -236,7 +280,31 @@ class Llama(nn.Module):
         kept: slice | int | mx.array,
         tap: ModelTap | None,
     ) -> mx.array:
-        x = self.embed_tokens(cache.after(mx.array(ids)))  # [B, L, E]
+        given = cache.after(mx.array(ids))
+        if ids.shape[1] == 1 and tap is None and self.steps_compiled:
+            logits = self._step(self, given, cache, start)
+            if logits is not None:
+                return logits if isinstance(kept, int) else logits[:, None][:, kept]
+        return self.forward(given, cache, start, kept, tap)
+
+    @property
+    def steps_compiled(self) -> bool:
+        """Whether decoding is compiled, as `step.serves` has it and `compiled` allows."""
+        return self.compiled and step.serves(self.dtype, whole=self.part is None)
+
+    def forward(
+        self,
+        ids: mx.array,
+        cache: Cache | Rows,
+        start: Any,
+        kept: slice | int | mx.array,
+        tap: ModelTap | None,
+    ) -> mx.array:
+        """Logits of ids (B, L) from the position `start` on, of the rows `kept`.
+
+        All that the model is: of a cache, or of the arrays of a step that is being traced.
+        """
+        x = self.embed_tokens(ids)  # [B, L, E]
         if tap is not None:
             tap(0, "embedding", x)
         for i, block in enumerate(self.layers):
@@ -276,8 +344,9 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     neighbours.
     """
     half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    cos, sin = mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
+    return x * cos + swapped * sin
 
 
 def blockwise(
@@ -321,3 +390,6 @@ def parameters(model: Llama) -> dict[str, mx.array]:
     """Every weight by the name that Hugging Face checkpoints give it."""
     flat: list[tuple[str, Any]] = tree_flatten(model.parameters())
     return {name if name.startswith("lm_head.") else f"model.{name}": array for name, array in flat}
+
+
+watch(sys.modules[__name__], RMSNorm, Several, Attention, MLP, Block, Llama)

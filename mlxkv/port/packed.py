@@ -6,6 +6,7 @@ that product. Axes as in `mlxkv.port.llama`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from mlxkv.port.llama import Llama
+from mlxkv.port.watched import watch
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
@@ -92,3 +94,6 @@ def unpacked(
     numbers = mx.dequantize(words, ones, zeros, group_size=group_size, bits=bits).astype(mx.float64)
     grouped = numbers.reshape(*scales.shape, group_size)
     return (grouped * scales[..., None] + biases[..., None]).reshape(numbers.shape)
+
+
+watch(sys.modules[__name__], Packed, PackedLinear, PackedEmbedding)

@@ -17,6 +17,7 @@ from mlx.nn.layers.distributed import ShardedToAllLinear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxkv.port import ops
+from mlxkv.port.joint import arrange
 from mlxkv.port.packed import Packed, PackedLinear
 from mlxkv.port.part import COLUMNS, SPLIT, Part, require_divides
 from oracle.formats.errors import Refusal
@@ -43,12 +44,15 @@ def shard(model: Llama, group: mx.distributed.Group) -> None:
     _require(model, group.size())
     install(model, group)
     assert model.part is not None
+    for block in model.layers:
+        block.self_attn.joint = block.mlp.joint = None  # of the whole, which is to go
     for name, array in tree_flatten(model.parameters()):
         with ops.stream(model.dtype):
             # A copy, so that the whole can go.
             made = mx.contiguous(array[model.part.place(name, array.shape)])
             mx.eval(made)
         model.update(tree_unflatten([(name, made)]))
+    arrange(model)
 
 
 def install(model: Llama, group: mx.distributed.Group) -> None:

@@ -14,6 +14,7 @@ from mlx.utils import tree_unflatten
 
 from mlxkv.port import ops, shard
 from mlxkv.port.config.llama import ConfigError, LlamaConfig
+from mlxkv.port.joint import arrange
 from mlxkv.port.llama import Llama, parameters
 from mlxkv.port.packed import install, unpacked
 from mlxkv.port.part import Part, require_splits
@@ -97,10 +98,15 @@ class Filling:
         self.model.fingerprint = checkpoint.fingerprint + rounded
 
     def fill(self, first: str = "") -> None:
-        """Reads the weights whose names begin with `first`, one after the other."""
+        """Reads the weights whose names begin with `first`, one after the other.
+
+        Those of a whole model are then put where they are read fastest.
+        """
         names = [name for name in self._names if name.startswith(first)]
         for name in sorted(names, key=self._stored.file):
             self._put(self._read(name))
+        if not first:
+            arrange(self.model)
 
     def empty(self, first: str) -> None:
         """Lets go of the weights whose names begin with `first`."""

@@ -304,6 +304,24 @@ def test_attention_is_the_formula(
     np.testing.assert_allclose(np.array(found), reference(q, k, v, 0.7, start), atol=bound)
 
 
+def test_attention_adds_up_in_float32_wherever_a_kernel_would_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU always; Metal's kernel of one query does it by itself."""
+    calls = [(1, 4, 64), (1, 32, 128), (1, 33, 128), (1, 4, 80), (2, 4, 64)]
+    half = (mx.float16, mx.bfloat16)
+    assert {ops.attended(dtype, *call) for dtype in half for call in calls} == {mx.float32}
+    assert ops.attended(mx.float64, *calls[0]) == mx.float64
+
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    for dtype in half:
+        found = [ops.attended(dtype, *call) for call in calls]
+        assert found == [dtype, dtype, mx.float32, mx.float32, mx.float32]
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)  # CUDA
+    assert ops.attended(mx.float16, *calls[0]) == mx.float32
+
+
 def test_the_exact_forms_are_exact() -> None:
     x = np.random.default_rng(7).standard_normal((3, 32)) * 4
     weight = np.linspace(0.5, 2, 32)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from mlxkv.engines.job import Job
 from mlxkv.engines.job import read as read_job
 from mlxkv.engines.port import PortRunner
 from mlxkv.engines.process import Process
+from mlxkv.port import joint, step
 from mlxkv.port.cache import Cache
 from mlxkv.port.llama import Llama
 from mlxkv.port.weights import load
@@ -614,3 +616,19 @@ def test_a_plan_may_begin_with_the_first_call_of_a_longer_one(
     # Other tokens, and a row that the longer call did not keep, are computed.
     said = {name: trace.meta.environment.get(SHARED) for name, trace in shared.items()}
     assert said == {"full": None, "chunked": "full", "other": None, "more": None}
+
+
+def test_a_trace_says_which_way_the_port_took(folder_of: Callable[[str], Path]) -> None:
+    """Another way adds up in another order, so that two reports may differ by it."""
+    whole = "compiled" if step.compiles() else "not compiled (no C++ compiler)"
+    turned = "input-major" if joint.input_major(mx.float32) else "output-major"
+    expected = {
+        ("float32", ()): (whole, turned),
+        ("bfloat16", ()): (whole, "output-major"),
+        ("float64", ()): ("not compiled", "output-major"),
+        ("float32", ("hidden",)): ("not compiled", turned),
+    }
+    for (dtype, taps), ways in expected.items():
+        job: Any = SimpleNamespace(dtype=dtype, taps=taps)
+        assert tuple(port._ways(job, whole=True).values()) == ways
+        assert port._ways(job, whole=False)["decode"] == "not compiled"
