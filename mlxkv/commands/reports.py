@@ -192,7 +192,7 @@ def write(
     if parts:
         announce(f"reports: {', '.join(parts)}", sum(SECONDS[part] for part in parts))
     for part in () if only else NAMED:
-        takes = f"{SECONDS[part] / 3600:.0f} hours"
+        takes = several(round(SECONDS[part] / 3600), "hour")
         left = f"reports: without {part}, which takes {takes}: `{COMMAND} --only {part}`"
         print(left, file=sys.stderr)
     for part in parts:

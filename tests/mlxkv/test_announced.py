@@ -31,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     lines: list[str] = []
     monkeypatch.setattr(progress, "say", lines.append)
-    for name in ("ask", "ask_both", "text_folder"):
+    for name in ("ask", "ask_all", "ask_both", "ask_pairs", "text_folder"):
         monkeypatch.setattr(oracle, name, ask)
     return lines
 

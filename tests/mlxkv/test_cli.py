@@ -332,7 +332,9 @@ def test_a_wrong_candidate_differs_though_the_port_agrees(
     *_, unseen, last = done.stdout.splitlines()
     assert unseen.endswith("the probe")
     assert "\ncandle: not exercised: positions beyond " in done.stdout
-    assert last.startswith("candle: differ (logits): first wrong position 4 (plan step, sigma); ")
+    assert last.startswith(
+        "candle: differ (logits): first wrong position between 0 and 4 (plan step, sigma); "
+    )
     third = json.loads((tmp_path / "out" / "compare.json").read_text())["third"]
     assert "the probe: no trace of its plans that could be compared" in third["not_exercised"]
 

@@ -34,7 +34,7 @@ from synthetic import (
 from mlxkv.engines import own
 from mlxkv.judge.case import Case, read_case
 from mlxkv.judge.layout import as_truth, find
-from mlxkv.judge.result import Verdict
+from mlxkv.judge.result import Gate, Verdict
 from mlxkv.judge.verdict import judge
 from oracle.formats.plan import judged_plans
 from oracle.formats.trace import Meta, Trace
@@ -409,6 +409,11 @@ def test_nan_in_another_layout_differs() -> None:
 OTHERS: dict[str, Stored] = {"usual": np.array, "transposed": lambda a: a.swapaxes(0, 1)}
 
 
+def algebra_cache(verdict: Verdict) -> list[Gate]:
+    """What the float64 run's keys and values of the plan *step* came to."""
+    return [g for g in verdict.gates if (g.name, g.plan) == ("algebra, cache", "step")]
+
+
 @pytest.mark.parametrize("of", OTHERS)
 @pytest.mark.parametrize("rows", [N, N - 4])
 def test_a_cache_of_no_numbers_is_no_other_layout(rows: int, of: str) -> None:
@@ -427,7 +432,7 @@ def test_a_cache_of_no_numbers_is_no_other_layout(rows: int, of: str) -> None:
     exact = make_algebra(case)
     for layer in range(LAYERS):
         exact["step"] = changed(exact["step"], f"kv/a/{layer:03d}/keys", broken)
-    (gate,) = [g for g in judge(case, {}, algebra=exact).gates if g.name == "algebra, cache"]
+    (gate,) = algebra_cache(judge(case, {}, algebra=exact))
     assert (gate.ran, gate.failed) == (True, True)
 
 
@@ -469,7 +474,7 @@ def test_the_float64_run_is_judged_in_its_layout_too(right: bool) -> None:
         exact["step"] = changed(exact["step"], f"kv/a/{layer:03d}/keys", layout)
     verdict = judge(case, runs, algebra=exact)
     assert verdict.outcome == ("agree" if right else "differ")
-    (gate,) = [g for g in verdict.gates if g.name == "algebra, cache"]
+    (gate,) = algebra_cache(verdict)
     assert (gate.ran, gate.failed) == (True, not right)
 
 

@@ -583,7 +583,11 @@ def test_scale_is_made_only_when_it_is_named(
         patch.setattr(reports.scale, "write", lambda *_, **__: pytest.fail("it is made"))
         assert list(reports.write(tmp_path)) == [tmp_path / "README.md"]
     said = capsys.readouterr().err
-    assert re.fullmatch(r"reports: without scale, .* hours: `mlxkv reports --only scale`\n", said)
+    assert re.fullmatch(
+        r"reports: without bench, .* 1 hour: `mlxkv reports --only bench`\n"
+        r"reports: without scale, .* hours: `mlxkv reports --only scale`\n",
+        said,
+    )
     assert tuple(CASES.choices) == tuple(cases.everything())
     for name in ("--case=one", "--room=x", "--keep"):
         refused(mlxkv("reports", name), "expected --only scale beside", name.split("=")[0])

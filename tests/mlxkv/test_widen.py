@@ -16,8 +16,8 @@ from oracle.model import written
 from oracle.model.checkpoint import resolve
 
 
-def read(folder: Path) -> dict[str, widen.Array]:
-    return {name: widen.read(tensor) for name, tensor in resolve(str(folder)).tensors.items()}
+def read(folder: Path) -> dict[str, written.Array]:
+    return {name: written.read(tensor) for name, tensor in resolve(str(folder)).tensors.items()}
 
 
 @pytest.mark.parametrize("layout", ["gqa", "llama3", "mqa"])

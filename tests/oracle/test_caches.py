@@ -183,7 +183,7 @@ def test_follow_takes_a_cache_and_a_dither(folder, tmp_path):
             plan_files=[plan],
             out=tmp_path / str(i),
             threads=1,
-            cache="StaticCache:size=20",
+            caches=("StaticCache:size=20",),
             dither=dither,
         )
         found.append(trace.read(path))
@@ -192,4 +192,4 @@ def test_follow_takes_a_cache_and_a_dither(folder, tmp_path):
     assert np.array_equal(first, again)
     assert 0 < np.abs(first - plain).max() < 1e-4
     with pytest.raises(Refusal, match=r"^cache: 'Nothing', expected one of DynamicCache"):
-        folders.follow("nowhere", plan_files=[plan], out=tmp_path / "x", cache="Nothing")
+        folders.follow("nowhere", plan_files=[plan], out=tmp_path / "x", caches=["Nothing"])
