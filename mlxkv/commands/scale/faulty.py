@@ -92,9 +92,13 @@ class Faulty:
         cache = Cache(self.model.config, dtype=self.model.dtype)
         return [Rows(cache, layer) for layer in range(self.model.config.num_hidden_layers)]
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Rows]) -> mx.array:
-        """[B, L] -> [B, L, V]"""
-        return self.model(tokens, cache=cache[0].whole, all_positions=True, tap=self._tap)
+    def __call__(
+        self, tokens: mx.array, cache: Sequence[Rows], places: mx.array | None = None
+    ) -> mx.array:
+        """[B, L] -> [B, L, V], or [B, len(places), V]: 32,768 rows of logits would take 6 GB."""
+        kept = None if places is None else [*map(int, places.tolist())]  # type: ignore[arg-type]
+        whole = cache[0].whole
+        return self.model(tokens, cache=whole, all_positions=True, places=kept, tap=self._tap)
 
     def _tap(self, layer: int, name: str, array: mx.array) -> mx.array:
         return array
