@@ -42,7 +42,7 @@ WHOLE = 2**24
 LEAST = 256
 """Rows of a longer one that `mlxkv.engines.head` has them compute at least. A BLAS adds up in
 another order where a matrix has few rows; with so many the rows had the bits that they have among
-thousands (BLIS, OpenBLAS, MLX's own). That is looked at in each process."""
+thousands (seen with BLIS). That is looked at in each process, with whatever BLAS it has."""
 
 PRODUCTS = {"float64": 25e9, "float32": 45e9, "bfloat16": 5e9, "float16": 4e9}
 """Operations a second of a product with 8 to 64 rows. MLX's CPU products of half precision do not
