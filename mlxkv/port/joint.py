@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx import nn
 
-from mlxkv.port.watched import watch
+from mlxkv.port.watched import Noted, watch
 
 if TYPE_CHECKING:
     from mlxkv.port.llama import Llama
+
+
+class Linear(Noted, nn.Linear):
+    """One whose changes are noted."""
+
+
+class Embedding(Noted, nn.Embedding):
+    """One whose changes are noted."""
 
 
 class Joint:
@@ -101,7 +109,7 @@ def _join(projections: Sequence[nn.Module], turned: bool) -> Joint | None:
         return None
     whole = hollow(first)
     for name in [*first]:
-        axis = int(turned and name == "weight" and type(first) is nn.Linear)
+        axis = int(turned and name == "weight" and type(first) is Linear)
         arrays = [projection[name].T if axis else projection[name] for projection in projections]
         ends = [*accumulate(array.shape[axis] for array in arrays)][:-1]
         array = mx.concatenate(arrays, axis=axis)
@@ -122,7 +130,7 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _turn(module: nn.Module) -> None:
-    if type(module) in (nn.Linear, nn.Embedding):
+    if type(module) in (Linear, Embedding):
         module["weight"] = mx.contiguous(module["weight"].T).T
         mx.eval(module["weight"])
 
@@ -135,4 +143,4 @@ def hollow(module: nn.Module) -> Any:
     return made
 
 
-watch(sys.modules[__name__], Joint, nn.Linear, nn.Embedding)
+watch(sys.modules[__name__], Joint, Noted, Linear, Embedding, nn.Linear, nn.Embedding)

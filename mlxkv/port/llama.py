@@ -29,11 +29,11 @@ from mlx.utils import tree_flatten
 from mlxkv.port import ops, step
 from mlxkv.port.cache import Cache, CacheError, Causal, Mask
 from mlxkv.port.config.llama import LlamaConfig
-from mlxkv.port.joint import Joint
+from mlxkv.port.joint import Embedding, Joint, Linear
 from mlxkv.port.ops import Tap
 from mlxkv.port.part import Part
 from mlxkv.port.step import Rows, Step
-from mlxkv.port.watched import watch
+from mlxkv.port.watched import Noted, watch
 
 Tokens = Sequence[Sequence[int]] | npt.NDArray[np.integer] | mx.array
 
@@ -53,7 +53,7 @@ ROWS = 1024
 take 1 GB."""
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Noted):
     """Divides a row by its root mean square and multiplies by a weight (E,); arXiv:1910.07467."""
 
     def __init__(self, dims: int, eps: float) -> None:
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class Several(nn.Module):
+class Several(Noted):
     """What has several projections of one input, which may lie in one array."""
 
     joint: Joint | None = None
@@ -99,10 +99,10 @@ class Attention(Several):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         E, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(E, self.n_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.n_heads * self.head_dim, E, bias=bias)
+        self.q_proj = Linear(E, self.n_heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(E, self.n_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Linear(self.n_heads * self.head_dim, E, bias=bias)
 
     def __call__(
         self, x: mx.array, cache: Cache | Rows, start: Any, tap: Tap | None = None
@@ -151,9 +151,9 @@ class MLP(Several):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         E, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(E, inner, bias=bias)
-        self.up_proj = nn.Linear(E, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, E, bias=bias)
+        self.gate_proj = Linear(E, inner, bias=bias)
+        self.up_proj = Linear(E, inner, bias=bias)
+        self.down_proj = Linear(inner, E, bias=bias)
 
     def __call__(self, x: mx.array, tap: Tap | None = None) -> mx.array:
         """[B, L, E] -> [B, L, E]"""
@@ -172,7 +172,7 @@ class MLP(Several):
         return out
 
 
-class Block(nn.Module):
+class Block(Noted):
     """Attention and MLP, each behind a norm and beside a residual."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
@@ -190,7 +190,7 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x), tap)
 
 
-class Llama(nn.Module):
+class Llama(Noted):
     """A Llama whose state lives in the `Cache` given to each call.
 
     `fingerprint` names the weights that `load` took from a checkpoint; None for weights that came
@@ -207,11 +207,11 @@ class Llama(nn.Module):
         self.part: Part | None = None
         self.compiled = True
         self._step = Step()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def dtype(self) -> mx.Dtype:

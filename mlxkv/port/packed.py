@@ -14,13 +14,13 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from mlxkv.port.llama import Llama
-from mlxkv.port.watched import watch
+from mlxkv.port.watched import Noted, watch
 
 if TYPE_CHECKING:
     from oracle.model.checkpoint import Checkpoint
 
 
-class Packed(nn.Module):
+class Packed(Noted):
     """A weight (out, in) that is q * scale + bias of its group; `weight` holds the words of q."""
 
     def __init__(self, *, bits: int, group_size: int) -> None:

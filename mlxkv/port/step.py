@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxkv.port.joint import hollow
-from mlxkv.port.watched import KINDS, unchanged, watch
+from mlxkv.port.watched import KINDS, Noted, latest, unchanged, watch
 
 if TYPE_CHECKING:
     from mlxkv.port.cache import Buffers, Cache
@@ -82,6 +82,15 @@ class _Made:
     shapes: list[tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """A model's modules that have arrays and its function, for as long as `state` is the same."""
+
+    state: tuple[object, ...]
+    leaves: list[nn.Module]
+    made: _Made
+
+
 class Step(threading.local):
     """The compiled steps of one model, in each thread its own.
 
@@ -92,6 +101,7 @@ class Step(threading.local):
 
     def __init__(self) -> None:
         self._made: dict[bool, _Made] = {}
+        self._found: _Found | None = None
 
     def __deepcopy__(self, memo: Any) -> Step:
         return Step()
@@ -99,13 +109,13 @@ class Step(threading.local):
     def __call__(self, model: Llama, ids: mx.array, cache: Cache, start: int) -> mx.array | None:
         """Logits (B, V) of one new token (B, 1) each, or None where this step is not compiled."""
         known = type(model) in KINDS and type(cache) in KINDS and unchanged()
-        leaves = _leaves(model) if known else None
-        buffers = None if leaves is None else cache.room()
-        if leaves is None or buffers is None:
+        found = self._as_before(model, cache.guarded) if known else None
+        buffers = None if found is None else cache.room()
+        if found is None or buffers is None:
             return None
-        made = self._of(model, leaves, cache.guarded)
+        made = found.made
         at, held, traces = mx.array([start]), mx.array([len(cache)]), len(made.shapes)
-        arrays = [array for leaf in leaves for array in leaf.values()]
+        arrays = [array for leaf in found.leaves for array in leaf.values()]
         try:
             tables = cache.cos, cache.sin
             logits, buffers = made.function(ids, at, held, tables, buffers, arrays)
@@ -114,6 +124,23 @@ class Step(threading.local):
                 _fusing(True)
         cache.wrote(buffers)
         return logits
+
+    def _as_before(self, model: Llama, guarded: bool) -> _Found | None:
+        """What was found for the step before, or, where anything has changed since, is found now.
+
+        None where a module is of a class that is not known.
+        """
+        state = (latest(), guarded, *map(id, model["layers"]))
+        before = self._found
+        if before is not None and before.state == state and len(before.made.shapes) <= SHAPES:
+            return before
+        leaves = _leaves(model)
+        if leaves is None:
+            return None
+        found = _Found(state, leaves, self._of(model, leaves, guarded))
+        # Of others nobody tells when they change.
+        self._found = found if all(isinstance(leaf, Noted) for leaf in leaves) else None
+        return found
 
     def _of(self, model: Llama, leaves: list[nn.Module], guarded: bool) -> _Made:
         """The function for the model as it is now, but for its arrays."""
