@@ -209,6 +209,17 @@ def test_what_was_not_measured_is_not_met() -> None:
     assert not make(warm=ran(None, 3.0)).met
 
 
+def test_a_case_that_is_not_run_again_has_no_bars_for_it() -> None:
+    once = make(warm=None, seconds={"cold": 120.0})
+    assert [bar.what for bar in make().bars if bar not in once.bars] == [
+        "peak of all processes, warm",
+        "time, warm",
+    ]
+    assert once.met
+    row = next(line for line in page.markdown([once]).splitlines() if "[wide2]" in line)
+    assert [cell.strip() for cell in row.split("|")][6:8] == ["31 s", "-"]
+
+
 @pytest.mark.parametrize(
     "found", [None, Place(2, "v", 2), Place(1, "k", 2), Place(1, "v", None), Place(None, None)]
 )
@@ -423,7 +434,7 @@ def tiny(name: str, model: str) -> Case:
             "wide8", 2, values="bfloat16", **wide | {"fault": Scaled(1, 2, 2.0)}
         ),
         "whole": lambda: cases.whole(**forty),
-        "long": lambda: cases.long(layers=2, positions=128, **forty),
+        "long": lambda: cases.long(layers=2, positions=128, again=False, **forty),
     }[name]()
 
 
@@ -444,15 +455,12 @@ def test_a_tiny_case_of_each_kind_meets_every_bar(
     case = tiny(name, str(folder_of("gqa")))
     done = run.run(case, tmp_path, device="cpu")
     assert not_met(done) == []
-    kinds = (
-        ["verdict", "cold", "warm", "cold", "warm"]
-        if name == "one"
-        else ["verdict", "cold", "warm"]
-    )
+    kinds = ["verdict", *done.runs, *(done.runs if name == "one" else ())]
+    assert [*done.runs] == (["cold"] if name == "long" else ["cold", "warm"])
     kinds += ["truth", "sigma"] if name.startswith("wide") else []
     assert len(done.bars) == len([*kinds, "fault", "locating"])
     assert done.cold.took["oracle"] > 0
-    assert "oracle" not in done.warm.took
+    assert done.warm is None or "oracle" not in done.warm.took
     assert done.cold.disk["oracle"] > 0
     assert set(done.cold.took) == {"oracle", "port", "port float64"}
     assert done.fault is not None

@@ -47,7 +47,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def _row(one: Result) -> list[str]:
-    peaks = [run.memory.together for run in (one.cold, one.warm) if run.memory]
+    peaks = [run.memory.together for run in one.runs.values() if run.memory]
     bars = one.bars
     met = sum(bar.met is True for bar in bars)
     return [
@@ -57,7 +57,7 @@ def _row(one: Result) -> list[str]:
         f"{one.tokens:,}",
         one.outcome,
         f"{one.cold.seconds:.0f} s",
-        f"{one.warm.seconds:.0f} s",
+        f"{one.warm.seconds:.0f} s" if one.warm else "-",
         gigabytes(max(peaks)) if peaks else "-",
         f"{met} of {len(bars)}",
     ]
@@ -70,7 +70,7 @@ def _section(one: Result) -> list[str]:
     lines[-1] += f"{one.rows} rows of logits judged"
     lines += [f"- {reason}" for reason in one.reasons]
     lines += ["", *_bars(one), "", *_gates(one), "", *_processes(one)]
-    lines += _disk({"cold": one.cold, "warm": one.warm})
+    lines += _disk(one.runs)
     lines += _planted(one.fault) if one.fault else []
     lines += _unseen(one.not_exercised)
     environment = {name: dict(values) for name, values in one.environment.items()}
@@ -101,7 +101,7 @@ def _gates(one: Result) -> list[str]:
 
 def _processes(one: Result) -> list[str]:
     """What each process held, as was seen from outside, and took, as the command says."""
-    runs = {"cold": one.cold, "warm": one.warm}
+    runs = one.runs
     runs |= {"locate": one.fault.ran} if one.fault else {}
     peaks = {name: _peaks(run) for name, run in runs.items()}
     named = dict.fromkeys(process for of in peaks.values() for process in of)

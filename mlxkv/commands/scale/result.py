@@ -130,7 +130,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One case. `cold` is with no answer of the oracle's kept, `warm` the same command again.
+    """One case. `cold` is with no answer of the oracle's kept, `warm` the same command again; None
+    for a case that is not run again.
 
     `sources` is a digest of the code that ran, `machine` the memory that there is. `seconds` are
     those that `cold` and `warm` may take, where the case has such limits. Locating need only fit
@@ -150,7 +151,7 @@ class Result:
     reasons: list[str]
     not_exercised: list[str]
     cold: Ran
-    warm: Ran
+    warm: Ran | None
     same: Same | None
     fault: Fault | None
     seconds: dict[str, float]
@@ -159,10 +160,15 @@ class Result:
     machine: int
 
     @property
+    def runs(self) -> dict[str, Ran]:
+        """The comparisons, by name."""
+        return {"cold": self.cold} | ({"warm": self.warm} if self.warm else {})
+
+    @property
     def bars(self) -> tuple[Bar, ...]:
         """Everything that the case is held to, the verdict first."""
         found = [Bar("verdict", self.outcome, "agree", self.outcome == "agree")]
-        runs = {"cold": self.cold, "warm": self.warm}
+        runs = self.runs
         found += [_of_memory(name, run, self._most) for name, run in runs.items()]
         found += [_of_time(name, runs[name], most) for name, most in self.seconds.items()]
         if self.same is not None:

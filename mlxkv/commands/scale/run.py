@@ -100,9 +100,10 @@ def run(case: Case, room: Path, *, device: str) -> Result:
     words = [str(checkpoint.folder), *_options(case, checkpoint, room, device)]
     say(f"scale: {case.name}, cold")
     cold, verdict = measured(["compare", *words], cache=cache)
-    say(f"scale: {case.name}, warm")
-    warm, _ = measured(["compare", *words], cache=cache)
-    logits = None
+    warm = logits = None
+    if case.again:
+        say(f"scale: {case.name}, warm")
+        warm, _ = measured(["compare", *words], cache=cache)
     if case.narrow is not None:
         say(f"scale: {case.name}, beside {case.of}")
         small = case.narrow(room / "narrow")
