@@ -98,9 +98,7 @@ def ask_both(
 ) -> tuple[Answer, Answer | None]:
     """The folders for a question and for the model's probe; None for a probe that cannot be had."""
     (found,), probed = ask_all([question], probe, fresh=fresh)
-    if isinstance(found, str):
-        raise AlreadySaid
-    return found, probed
+    return told(found), probed
 
 
 def ask_pairs(
@@ -109,9 +107,7 @@ def ask_pairs(
     """As `ask_both` of each pair, whatever model it is about, by one process of the oracle."""
     require_torch()
     wanted = {one.digest: one for pair in pairs for one in pair if one is not None}
-    answers = dict[str, Answer | str]()
-    for first in range(0, len(wanted), _AT_ONCE):
-        answers |= _answers(dict(list(wanted.items())[first : first + _AT_ONCE]), fresh=False)
+    answers = _in_turn(wanted, fresh=False)
     return [(told(answers[one.digest]), _probed(answers, probe)) for one, probe in pairs]
 
 
@@ -138,13 +134,18 @@ def ask_all(
     """
     require_torch()
     wanted = {one.digest: one for one in asked}
-    answers = dict[str, Answer | str]()
     if probe is not None:  # with the first ones, and locked last
         wanted = {(its := probe.digest): probe} | {k: v for k, v in wanted.items() if k != its}
-    for first in range(0, len(wanted), _AT_ONCE):
-        some = dict(list(wanted.items())[first : first + _AT_ONCE])
-        answers |= _answers(some, fresh=fresh)
+    answers = _in_turn(wanted, fresh=fresh)
     return [answers[one.digest] for one in asked], _probed(answers, probe)
+
+
+def _in_turn(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer | str]:
+    """Answers by their digests, so many at a time as one process is asked for."""
+    asked, answers = list(wanted.items()), dict[str, Answer | str]()
+    for first in range(0, len(asked), _AT_ONCE):
+        answers |= _answers(dict(asked[first : first + _AT_ONCE]), fresh=fresh)
+    return answers
 
 
 def _answers(wanted: Mapping[str, Question], *, fresh: bool) -> dict[str, Answer | str]:
